@@ -1,0 +1,41 @@
+"""What a notebook shows for the package's small classes: a table of fields, with the usual repr as its text twin.
+
+Below everything else and without dependencies, so that no class has to know about notebooks or widgets.
+"""
+
+from html import escape
+from itertools import islice
+from typing import Any
+
+
+def table(title: str, rows: list[tuple[str, Any]], limit: int = 200) -> str:
+    """A two-column HTML table in the colours of the page around it (light or dark)."""
+    cells = "".join(
+        f'<tr><td style="text-align:left;font-weight:600">{escape(name)}</td>'
+        f'<td style="text-align:left"><code>{escape(shorten(value, limit))}</code></td></tr>'
+        for name, value in rows
+    )
+    return f'<table><caption style="text-align:left;font-weight:700">{escape(title)}</caption>{cells}</table>'
+
+
+def shorten(value: Any, limit: int = 200) -> str:
+    """The repr of `value`, cut in the middle of long containers so that a table stays small."""
+    if isinstance(value, (list, tuple)) and len(value) > 16 and not hasattr(value, "_fields"):
+        head = ", ".join(repr(item) for item in islice(value, 12))
+        text = f"[{head}, … {len(value):,} in all]"
+    else:
+        text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+class ReprHTML:
+    """Mixin: `_repr_html_` from `_repr_rows`, by default the dataclass fields in their order."""
+
+    __slots__ = ()
+
+    def _repr_rows(self) -> list[tuple[str, Any]]:
+        fields = getattr(self, "__dataclass_fields__", {})
+        return [(name, getattr(self, name)) for name in fields]
+
+    def _repr_html_(self) -> str:
+        return table(type(self).__name__, self._repr_rows())
