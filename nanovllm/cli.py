@@ -1,0 +1,55 @@
+"""The command line: `nanovllm demo | doctor | model | check | bench`. Picks a command and turns errors into one line.
+
+Each command lives in a module of its own, which is imported when the command is called, so that `nanovllm --help` and
+`nanovllm model list` need not load torch.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+from nanovllm import __version__
+from nanovllm.errors import NanoVLLMError
+
+# command -> (module that has `main(argv) -> int | None`, what it does)
+COMMANDS = {
+    "demo": ("nanovllm.demo", "answer eight questions in one batch"),
+    "doctor": ("nanovllm.diagnosis", "what this machine has, and what will and will not run on it"),
+    "model": ("nanovllm.model_command", "get NAME: fetch a model; list: those that are here"),
+    "check": ("nanovllm.workbook.cli", "grade exercises: all, a chapter or one"),
+    "bench": ("nanovllm.bench", "measure the engine"),
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: nanovllm COMMAND ...", "", *lines, "", "nanovllm COMMAND --help tells more; nanovllm --version tells the version."]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return the process's exit status: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(__version__)
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        print(f"nanovllm: there is no command {command!r}\n{usage()}", file=sys.stderr)
+        return 2
+    try:
+        run: Callable[[list[str]], int | None] = import_module(COMMANDS[command][0]).main
+        return run(rest) or 0
+    except NanoVLLMError as error:
+        print(f"nanovllm {command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"nanovllm {command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `nanovllm model list | head`
+        sys.stderr.close()
+        return 1
