@@ -6,9 +6,9 @@ after the step; nothing here knows who listens. Records are built only while at 
 grows with the pool. A watcher takes one snapshot and then folds the `BlockEvent`s of each record into it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm._html import ReprHTML
 
@@ -112,6 +112,26 @@ class StepRecord(ReprHTML):
     @property
     def num_tokens(self) -> int:
         return self.num_prefill_tokens + self.num_decode_tokens
+
+
+@dataclass(slots=True)
+class Journal:
+    """What happened since the last record; the scheduler and the block manager write here while somebody watches."""
+
+    queued: list[tuple[int, int]] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    finished: list[Finish] = field(default_factory=list)
+    block_events: list[BlockEvent] = field(default_factory=list)
+
+    def drain(self) -> dict[str, tuple[Any, ...]]:
+        """Everything so far, as the fields of a `StepRecord`; the journal is empty afterwards."""
+        drained: dict[str, tuple[Any, ...]] = {}
+        for name in ("queued", "admitted", "preempted", "finished", "block_events"):
+            entries = getattr(self, name)
+            drained[name] = tuple(entries)
+            entries.clear()
+        return drained
 
 
 class BlockState(NamedTuple):

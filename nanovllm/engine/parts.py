@@ -15,11 +15,12 @@ processes of tensor-parallel ranks, which load the file themselves; live objects
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
 from hashlib import sha256
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,15 +73,16 @@ class Parts:
         That is the replacement of the whole class if there is one, with the replaced methods put on top: a subclass
         made here, so that neither the shipped class nor the learner's is changed.
         """
-        name = cls.__name__
-        base = self.get(name, cls)
-        prefix = name + "."
-        methods: dict[str, Any] = {
-            seam.removeprefix(prefix): self.get(seam, None) for seam in self.replacements if seam.startswith(prefix)
-        }
+        base = self.get(cls.__name__, cls)
+        owners = {owner.__name__ for owner in cls.__mro__}  # "LLMEngine.generate" holds for an LLM as well
+        methods: dict[str, Any] = {}
+        for seam in self.replacements:
+            owner, _, method = seam.partition(".")
+            if method and owner in owners:
+                methods[method] = self.get(seam, None)
         for method, function in methods.items():
             # A static method stays one: `plain(seq)` must not receive `self` because it was replaced.
-            if isinstance(vars(cls).get(method), staticmethod) and isinstance(function, Callable):  # type: ignore[arg-type]
+            if isinstance(getattr_static(cls, method, None), staticmethod) and not isinstance(function, staticmethod):
                 methods[method] = staticmethod(function)
         return type(base.__name__, (base,), methods) if methods else base
 

@@ -1,0 +1,564 @@
+"""LLMEngine: the one place where bookkeeping (scheduler, blocks), the worker (model, device) and the tokenizer meet.
+
+Read `step` first. Everything above it turns prompts into sequences, everything below it tells those who watch. The
+engine knows no tensor and no widget.
+"""
+
+import json
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import fields
+from operator import index
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Self
+
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from nanovllm._html import ReprHTML
+from nanovllm.config import Config, nearest_option
+from nanovllm.engine.events import EngineSnapshot, FinishReason, Journal, StepRecord, StepRow, StepTimings
+from nanovllm.engine.interrupts import DeferredInterrupt
+from nanovllm.engine.parts import Parts, active_parts
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.errors import EngineBusyError, EngineDeadError, RequestError, UnsupportedModelError
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.tensor_parallel import start_ranks
+
+Prompt = str | SequenceOf[int]
+StepHook = Callable[[StepRecord], Any]
+
+
+class Generation(dict[str, Any], ReprHTML):
+    """What `generate` returns for one prompt: a dict with exactly "text" and "token_ids".
+
+    As attributes, so that the dict stays the course's: `finish_reason` ("stop", "length" or "abort"),
+    `num_prompt_tokens` and `num_cached_tokens` (prompt tokens taken from the prefix cache).
+    """
+
+    def __init__(self, text: str, seq: Sequence) -> None:
+        super().__init__(text=text, token_ids=seq.completion_token_ids)
+        self.finish_reason = str(seq.finish_reason)
+        self.num_prompt_tokens = seq.num_prompt_tokens
+        self.num_cached_tokens = seq.num_cached_tokens
+
+    def _repr_rows(self) -> list[tuple[str, Any]]:
+        names = ("finish_reason", "num_prompt_tokens", "num_cached_tokens")
+        return [*self.items(), *((name, getattr(self, name)) for name in names)]
+
+
+class HookHandle:
+    """Takes its step hook off again: by `remove()`, or at the end of a `with` block."""
+
+    def __init__(self, engine: "LLMEngine", key: Any) -> None:
+        self._engine, self._key = weakref.ref(engine), key
+
+    def remove(self) -> None:
+        """Detach the hook; does nothing if it is gone already."""
+        engine = self._engine()
+        if engine is not None:
+            engine.remove_step_hook(self._key)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+
+class LLMEngine:
+    """An inference engine for one model.
+
+    model: folder of a model. Options are those of `Config`; an unknown one warns and names the nearest known one.
+    parts: replacements for the engine's own classes and methods (`engine.parts`).
+
+    An engine holds memory and perhaps processes: `exit()` it, use it as a context manager, or let it go out of scope.
+    It belongs to one thread at a time and must not be entered from a step hook (`EngineBusyError`).
+    """
+
+    def __new__(cls, model: str, parts: Parts | None = None, **options: Any) -> Self:
+        return super().__new__((active_parts() if parts is None else parts).resolve(cls))
+
+    def __init__(self, model: str, parts: Parts | None = None, **options: Any) -> None:
+        self.parts = active_parts() if parts is None else parts
+        self._door = threading.Lock()
+        self._born = perf_counter()
+        self._journal = Journal()
+        self._hooks: dict[Any, StepHook] = {}
+        self._in_step: list[Sequence] | None = None  # what was scheduled, while a step is under way
+        self._unclaimed: dict[int, Sequence] = {}
+        self._abandoned: list[int] = []
+        self.step_count = 0
+        resolve = self.parts.resolve
+        # 1) the configuration, and the block size that ad-hoc sequences get
+        self.config: Config = resolve(Config)(model, **known_options(options))
+        Sequence.block_size = self.config.kvcache_block_size
+        # 2) ranks above 0 in processes of their own, rank 0 here
+        self.ranks = start_ranks(self.config, self.parts)
+        self.ps, self.events = self.ranks.ps, self.ranks.events
+        try:
+            self.model_runner: ModelRunner = resolve(ModelRunner)(self.config, 0, self.ranks, self.parts)
+            # 3) the tokenizer, in this process only, and with it the end tokens
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                self.config.model, use_fast=True, trust_remote_code=False, local_files_only=True
+            )
+            self.config.eos = -1 if self.tokenizer.eos_token_id is None else self.tokenizer.eos_token_id
+            self.config.stop_token_ids = self.config.stop_token_ids or generation_stop_ids(self.config.model)
+            # 4) the scheduler, and a way out: at `exit`, at garbage collection and at the interpreter's end
+            self.scheduler: Scheduler = resolve(Scheduler)(self.config, resolve)
+            self._finalizer = weakref.finalize(self, self.model_runner.call, "exit")
+        except BaseException:
+            self.ranks.stop()
+            raise
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """Schedule, run, book. Returns the finished `(seq_id, completion_token_ids)` pairs and a sign-coded count.
+
+        The count is the number of computed tokens of a step that computed prompt tokens (cached ones are not in it),
+        minus the number of rows of a decode step, and 0 when there was nothing to do.
+        """
+        with self._entered("step()"):
+            try:
+                seqs, num_tokens = self._step()
+            except BaseException:
+                self._give_up(None)
+                raise
+        return [(seq.seq_id, seq.completion_token_ids) for seq in seqs if seq.is_finished], num_tokens
+
+    def _step(self) -> tuple[list[Sequence], int]:
+        self._abort_abandoned()
+        if self.scheduler.is_finished():
+            return [], 0
+        self._in_step = []
+        started = perf_counter()
+        seqs, is_prefill = self.scheduler.schedule()
+        self._in_step = seqs
+        scheduled = perf_counter()
+        rows = self._rows(seqs) if self._hooks else []
+        launched = perf_counter()
+        token_ids = self.model_runner.call("run", seqs, is_prefill)
+        ran = perf_counter()
+        self.scheduler.postprocess(seqs, token_ids, is_prefill)
+        self._in_step = None
+        self.step_count += 1
+        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else -len(seqs)
+        if self._hooks:
+            timings = StepTimings(scheduled - started, ran - launched, perf_counter() - ran)
+            self._publish(self._record(rows, token_ids, timings))
+        return seqs, num_tokens
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            self.scheduler.abort(self._abandoned.pop())
+
+    def is_finished(self) -> bool:
+        """Whether no request is waiting or running."""
+        return self.scheduler.is_finished()
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue one prompt (text or token ids) and return its seq_id. Raises `RequestError` if it can never be served."""
+        with self._entered("add_request()"):
+            return self.scheduler.add(self._sequence(prompt, sampling_params))
+
+    def abort(self, seq_id: int) -> bool:
+        """Give up a request wherever it is and free its blocks; False if no unfinished request has that number."""
+        with self._entered("abort()"):
+            return self.scheduler.abort(seq_id)
+
+    def get_output(self, seq_id: int) -> Generation | None:
+        """The result of a request queued by hand that finished during a `generate` or `stream`; handed out once."""
+        seq = self._unclaimed.pop(seq_id, None)
+        return None if seq is None else self._generation(seq)
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Generation]:
+        """Generate for every prompt, and return the results in the order of the prompts.
+
+        prompts: text or token ids, one or many. sampling_params: one for all, or one each; `SamplingParams()` if left
+        out. use_tqdm: show a progress bar with both rates in tok/s. Raises `RequestError` before anything is queued.
+        If it fails or is interrupted, its requests are gone and the engine is ready for the next call.
+        """
+        with self._entered("generate()"), DeferredInterrupt() as interrupt:
+            prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
+            params = self.broadcast(sampling_params, len(prompts))
+            seqs = [self._sequence(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+            with tqdm(total=len(seqs), desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                self._run_until_idle(seqs, bar, interrupt)
+            return [self._generation(seq) for seq in seqs]
+
+    def _run_until_idle(self, seqs: list[Sequence], bar: "tqdm[Any]", interrupt: DeferredInterrupt) -> None:
+        """The main loop: step until no request is left, those that were queued by hand included."""
+        own: set[int] = set()
+        rates = {"Prefill": "0 tok/s", "Decode": "0 tok/s"}
+        try:
+            for seq in seqs:
+                own.add(self.scheduler.add(seq))
+            while not self.scheduler.is_finished():
+                started = perf_counter()
+                ran, num_tokens = self._step()
+                elapsed = perf_counter() - started
+                for seq in ran:
+                    if seq.is_finished and seq.seq_id in own:
+                        bar.update(1)
+                    elif seq.is_finished:
+                        self._unclaimed[seq.seq_id] = seq
+                # The sign of num_tokens tells the phase; a mixed step counts for both.
+                if num_tokens > 0:
+                    rates["Prefill"] = f"{self.scheduler.num_prefill_tokens / elapsed:,.0f} tok/s"
+                if self.scheduler.num_decode_tokens:
+                    rates["Decode"] = f"{self.scheduler.num_decode_tokens / elapsed:,.0f} tok/s"
+                bar.set_postfix(rates, refresh=False)
+                interrupt.check()
+        except BaseException:
+            self._give_up(own)
+            raise
+
+    def chat(
+        self,
+        messages: SequenceOf[Any],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> Any:
+        """Answer a conversation, `[{"role": "user", "content": "…"}, …]`, through the model's chat template.
+
+        Returns one result for one conversation, a list for a list of conversations.
+        """
+        if is_conversation(messages):
+            return self.generate(self.chat_prompt(messages), sampling_params, use_tqdm)[0]
+        return self.generate([self.chat_prompt(each) for each in messages], sampling_params, use_tqdm)
+
+    def chat_prompt(self, messages: SequenceOf[Mapping[str, str]]) -> list[int]:
+        """The token ids of a conversation in the model's chat template, ready for the assistant's turn."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError(f"the tokenizer in {self.config.model} has no chat template; use generate() with plain text")
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            raise RequestError(f"the chat template cannot render {messages!r}: {error}") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def stream(self, prompt: Prompt | SequenceOf[Any], sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Generate for one prompt (or conversation) and yield its text piece by piece; the pieces join to the text.
+
+        Characters whose bytes are spread over several tokens are held back until they are whole. Closing the iterator
+        early aborts the request.
+        """
+        with self._entered("stream()"):
+            prompt = self.chat_prompt(prompt) if is_conversation(prompt) else prompt
+            seq = self._sequence(prompt, sampling_params)
+        return self._stream(seq)
+
+    def _stream(self, seq: Sequence) -> Iterator[str]:
+        pieces = TextPieces(self.tokenizer)
+        try:
+            while not seq.is_finished:
+                with self._entered("stream()"), DeferredInterrupt() as interrupt:
+                    if seq.seq_id < 0:
+                        self.scheduler.add(seq)
+                    try:
+                        for other in self._step()[0]:
+                            if other.is_finished and other is not seq:
+                                self._unclaimed[other.seq_id] = other
+                        interrupt.check()
+                    except BaseException:
+                        self._give_up({seq.seq_id})
+                        raise
+                piece = pieces.push(seq.completion_token_ids, seq.is_finished)
+                if piece:
+                    yield piece
+            piece = pieces.push(seq.completion_token_ids, True)
+            if piece:
+                yield piece
+        finally:
+            if seq.seq_id >= 0 and not seq.is_finished:
+                # A forgotten iterator is closed by the garbage collector, at any moment and in any thread.
+                self._abandoned.append(seq.seq_id)
+                if self._door.acquire(blocking=False):
+                    self._abort_abandoned()
+                    self._door.release()
+
+    # ---- watching ------------------------------------------------------------------------------------------------
+
+    def add_step_hook(self, fn: StepHook, key: Any = None) -> HookHandle:
+        """Call `fn(record)` as the last act of every step. The same key replaces, so a re-run cell does not add.
+
+        A hook that raises is reported once, by name, and removed.
+        """
+        key = fn if key is None else key
+        self._hooks[key] = fn
+        self.scheduler.watch(self._journal)
+        return HookHandle(self, key)
+
+    def remove_step_hook(self, key: Any) -> None:
+        """Detach the hook of that key, if there is one. Without hooks nothing is recorded."""
+        self._hooks.pop(key, None)
+        if not self._hooks:
+            self.scheduler.watch(None)
+            self._journal.drain()
+
+    def observe(self, fn: StepHook) -> HookHandle:
+        """Attach `fn` as a step hook, for good or for a `with` block.
+
+        If it has a method `on_attach`, that is called first with a snapshot, to which it can add each step's events.
+        """
+        on_attach = getattr(fn, "on_attach", None)
+        if on_attach is not None:
+            on_attach(self.snapshot())
+        return self.add_step_hook(fn)
+
+    def snapshot(self) -> EngineSnapshot:
+        """The whole state between two steps; its cost grows with the pool."""
+        scheduler = self.scheduler
+        return EngineSnapshot(
+            step=self.step_count,
+            block_size=self.config.kvcache_block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            token_budget=scheduler.token_budget,
+            scheduling_policy=scheduler.policy,
+            blocks=scheduler.block_manager.state(),
+            free_block_ids=tuple(scheduler.block_manager.free_block_ids),
+            waiting=tuple(seq.state() for seq in scheduler.waiting),
+            running=tuple(seq.state() for seq in scheduler.running),
+        )
+
+    def _rows(self, seqs: list[Sequence]) -> list[StepRow]:
+        """The rows of the record, taken before the step runs; only references to what cannot change."""
+        return [
+            StepRow(
+                seq.seq_id,
+                tuple(seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + seq.num_scheduled_tokens]),
+                seq.num_computed_tokens, seq.num_tokens, seq.block_table, seq.is_prefilling, None,
+            )  # fmt: skip
+            for seq in seqs
+        ]
+
+    def _record(self, rows: list[StepRow], token_ids: list[int | None], timings: StepTimings) -> StepRecord:
+        scheduler = self.scheduler
+        prefill, decode = scheduler.num_prefill_tokens, scheduler.num_decode_tokens
+        return StepRecord(
+            step=self.step_count,
+            time=perf_counter() - self._born,
+            phase="mixed" if prefill and decode else "prefill" if prefill else "decode",
+            rows=tuple(row._replace(sampled_token_id=token) for row, token in zip(rows, token_ids, strict=True)),
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_blocks=scheduler.block_manager.num_blocks,
+            num_free_blocks=scheduler.block_manager.num_free_blocks,
+            block_size=self.config.kvcache_block_size,
+            token_budget=scheduler.token_budget,
+            num_prefill_tokens=prefill,
+            num_decode_tokens=decode,
+            timings=timings,
+            **self._journal.drain(),
+        )
+
+    def _publish(self, record: StepRecord) -> None:
+        for key, hook in list(self._hooks.items()):
+            try:
+                hook(record)
+            except Exception as error:
+                self.remove_step_hook(key)
+                name = getattr(hook, "__qualname__", repr(hook))
+                warnings.warn(f"step hook {name} raised {error!r} in step {record.step} and was removed", stacklevel=2)
+
+    # ---- text and tokens -----------------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises `RequestError` for text that is not valid Unicode (lone surrogates)."""
+        try:
+            text.encode()
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"the prompt {text[:60]!r} cannot be tokenized: {error}") from error
+
+    def decode(self, token_ids: SequenceOf[int]) -> str:
+        """Text of token ids, without special tokens."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _generation(self, seq: Sequence) -> Generation:
+        return Generation(self.decode(seq.completion_token_ids), seq)
+
+    def broadcast(self, sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
+        """One `SamplingParams` for each prompt: the same for all, or those of a list of the same length."""
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * num_prompts
+        if not isinstance(sampling_params, (list, tuple)):
+            raise RequestError(f"sampling_params must be a SamplingParams or a list of them, got {sampling_params!r}")
+        if len(sampling_params) != num_prompts:
+            raise RequestError(
+                f"{num_prompts} prompts but {len(sampling_params)} sampling params; give one for all or one for each"
+            )
+        return list(sampling_params)
+
+    def _sequence(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Sequence:
+        """A checked sequence, not yet queued. Raises `RequestError` with value, limit and remedy."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be a SamplingParams, got {params!r}")
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else token_id_list(prompt)
+        vocab_size = self.model_runner.vocab_size
+        if not token_ids:
+            raise RequestError("the prompt is empty; a model needs at least one token to continue")
+        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+        if wrong is not None:
+            raise RequestError(f"token id {wrong} is not in the model's vocabulary (0 to {vocab_size - 1})")
+        if len(token_ids) > self.config.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, the limit is max_model_len={self.config.max_model_len}; "
+                "shorten it, or build the engine with a larger max_model_len if the model allows one"
+            )
+        capacity = self.scheduler.block_manager.capacity
+        if len(token_ids) > capacity:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, the KV pool holds {capacity} "
+                f"({self.scheduler.block_manager.num_blocks} blocks of {self.config.kvcache_block_size}); "
+                "shorten it, or build the engine with more num_kvcache_blocks"
+            )
+        return self.parts.resolve(Sequence)(token_ids, params, block_size=self.config.kvcache_block_size)
+
+    # ---- staying whole -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _entered(self, name: str) -> Iterator[None]:
+        """One caller at a time: hooks and other threads are told so instead of tearing a step apart."""
+        if not self._finalizer.alive:
+            raise EngineDeadError(f"{name}: this engine was closed; build a new LLM")
+        if not self._door.acquire(blocking=False):
+            raise EngineBusyError(
+                f"{name}: the engine is in the middle of a call; do not call it from a step hook or from a second thread"
+            )
+        try:
+            yield
+        finally:
+            self._door.release()
+
+    def _give_up(self, own: set[int] | None) -> None:
+        """After a failure: drop the requests `own` (None: those of the failed step); the engine is whole afterwards."""
+        failed_step, self._in_step = self._in_step, None
+        if failed_step is not None:
+            everything = {seq.seq_id for seq in (*self.scheduler.waiting, *self.scheduler.running)}
+            self.scheduler.recover({seq.seq_id for seq in failed_step} or everything if own is None else own)
+        else:
+            for seq_id in own or ():
+                self.scheduler.abort(seq_id)
+        if not self.ranks.is_alive():
+            self.exit()
+
+    def exit(self) -> None:
+        """Give memory and processes back. Safe to call again; also called at garbage collection and at exit."""
+        if self._finalizer.alive:
+            self._finalizer()
+            self._hooks.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.exit()
+
+
+class TextPieces:
+    """Turns a growing list of token ids into pieces of text that join to the text of the whole list.
+
+    Only the tail is decoded each time: from `start`, where a piece last began, so the cost stays linear.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.start = 0  # tokens before it only give context no longer needed
+        self.read = 0  # tokens whose text was handed out
+        self.sent = ""
+
+    def _decode(self, token_ids: SequenceOf[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def push(self, token_ids: list[int], is_last: bool) -> str:
+        """The text that the new tokens add; "" while a character is incomplete.
+
+        A tokenizer may write a token differently at the very beginning (a leading space), so the text of the tokens
+        from `start` on is compared with and without the new ones. A replacement character at the end means that bytes
+        are missing. At the end whatever is left of the whole text is handed out.
+        """
+        if is_last:
+            whole = self._decode(token_ids)
+            piece = whole[len(self.sent) :]
+            self.sent = whole
+            return piece
+        before = self._decode(token_ids[self.start : self.read])
+        now = self._decode(token_ids[self.start :])
+        if len(now) <= len(before) or now.endswith("\ufffd"):
+            return ""
+        piece = now[len(before) :]
+        self.start, self.read = self.read, len(token_ids)
+        self.sent += piece
+        return piece
+
+
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that `Config` knows; a warning that names the nearest known one for each of the others."""
+    known = {f.name for f in fields(Config)}
+    for name in options.keys() - known:
+        nearest = nearest_option(name)
+        hint = f"; did you mean {nearest!r}?" if nearest else ""
+        warnings.warn(f"LLM has no option {name!r}, it is ignored{hint}", stacklevel=4)
+    return {name: value for name, value in options.items() if name in known}
+
+
+def generation_stop_ids(model: str) -> tuple[int, ...]:
+    """End tokens that the model's generation config names; () without such a file."""
+    path = Path(model, "generation_config.json")
+    try:
+        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise UnsupportedModelError(f"cannot read {path}: {error}") from error
+    ids = eos if isinstance(eos, list) else [eos]
+    return tuple(token_id for token_id in ids if isinstance(token_id, int))
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether `value` is one chat conversation: a list of messages."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether `prompts` is a single prompt: a string, or a flat list of token ids."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, (list, tuple)) and not hasattr(prompts, "tolist"):
+        raise RequestError(f"prompts must be text, token ids, or a list of either; got {prompts!r}")
+    try:
+        index(prompts[0])
+    except (TypeError, IndexError):
+        return False
+    return True
+
+
+def token_id_list(prompt: Any) -> list[int]:
+    """A list of ints from any list-like of integers (lists, tuples, integer arrays and tensors; bools are refused)."""
+    try:
+        items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        if any(isinstance(item, bool) for item in items):
+            raise TypeError("a bool is not a token id")
+        return [index(item) for item in items]
+    except TypeError as error:
+        raise RequestError(f"a prompt must be text or a list of token ids; got {prompt!r}: {error}") from error
+
+
+__all__ = ["FinishReason", "Generation", "HookHandle", "LLMEngine", "Prompt"]

@@ -1,0 +1,159 @@
+"""From scheduled sequences to the tensors of one step, in two halves.
+
+`InputBatchBuilder` (rank 0, plain numbers) reads the sequences once and writes down everything that the step needs as
+arrays: `BatchArrays`. Those travel to the other ranks as they are. `InputBatch.from_arrays` (every rank) puts them on
+the device. Behind that line nobody sees a live sequence, so nobody can read a length that has changed meanwhile.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.sampler import COLD
+
+
+class BatchArrays(NamedTuple):
+    """One step in numbers. Rows that have one query come first; the meanings are those of `InputBatch`."""
+
+    input_ids: NDArray[np.int64]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    slot_mapping: NDArray[np.int64]  # [T]
+    block_tables: NDArray[np.int32]  # [B, max_blocks], 0 behind a row's last block
+    context_lens: NDArray[np.int32]  # [B]
+    cu_seqlens_q: NDArray[np.int32]  # [B + 1]
+    logits_indices: NDArray[np.int64]  # [S]
+    temperatures: NDArray[np.float32]  # [S]
+    max_query_len: int
+    max_context_len: int
+    num_decodes: int
+    needs_noise: bool
+
+
+class InputBatchBuilder:
+    """Turns rows of sequences into `BatchArrays`."""
+
+    def build(self, seqs: list[Sequence]) -> BatchArrays:
+        """The arrays of a step of any kind: pure decodes take a shorter way to the same numbers."""
+        if all(seq.num_scheduled_tokens == 1 for seq in seqs):
+            return self.prepare_decode(seqs)
+        return self.prepare_prefill(seqs)
+
+    def prepare_prefill(self, seqs: list[Sequence]) -> BatchArrays:
+        """Rows with any number of queries, packed one behind the other.
+
+        Two rows that compute tokens 4, 5, 6 of 7 and token 9 of 10: positions [4, 5, 6, 9], cu_seqlens_q [0, 3, 4],
+        context_lens [7, 10]. A row gives a logit only if it catches up with its sequence, at its last query:
+        cu_seqlens_q[b + 1] - 1.
+        """
+        starts = [seq.num_computed_tokens for seq in seqs]
+        ends = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs]
+        input_ids: list[int] = []
+        slots: list[int] = []
+        for seq, start, end in zip(seqs, starts, ends, strict=True):
+            input_ids += seq.token_ids[start:end]
+            slots += seq.slot_mapping(start, end)
+        query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
+        cu_seqlens_q = np.cumsum([0, *query_lens], dtype=np.int32)
+        sampled = [row for row, seq in enumerate(seqs) if ends[row] == len(seq.token_ids)]
+        num_decodes = next((row for row, length in enumerate(query_lens) if length > 1), len(seqs))
+        return BatchArrays(
+            input_ids=np.array(input_ids, np.int64),
+            positions=np.concatenate([np.arange(*span, dtype=np.int64) for span in zip(starts, ends, strict=True)]),
+            slot_mapping=np.array(slots, np.int64),
+            block_tables=pad_tables(seqs),
+            context_lens=np.array(ends, np.int32),
+            cu_seqlens_q=cu_seqlens_q,
+            logits_indices=(cu_seqlens_q[1:][sampled] - 1).astype(np.int64),
+            max_query_len=max(query_lens),
+            max_context_len=max(ends),
+            num_decodes=num_decodes,
+            **sampling_arrays([seqs[row] for row in sampled]),
+        )
+
+    def prepare_decode(self, seqs: list[Sequence]) -> BatchArrays:
+        """Rows with one query each, without a loop that knows about tokens.
+
+        The query is the token at position num_computed_tokens. With block size 4, position 9 lies in logical block
+        9 // 4 = 2 at offset 9 % 4 = 1, so its slot is block_tables[b, 2] * 4 + 1.
+        """
+        size = len(seqs)
+        positions = np.fromiter((seq.num_computed_tokens for seq in seqs), np.int64, size)
+        input_ids = np.fromiter((seq.token_ids[seq.num_computed_tokens] for seq in seqs), np.int64, size)
+        block_size = seqs[0].block_size
+        block_tables = pad_tables(seqs)
+        last_blocks = block_tables[np.arange(size), positions // block_size]
+        context_lens = (positions + 1).astype(np.int32)
+        sampled = [row for row, seq in enumerate(seqs) if seq.num_computed_tokens + 1 == len(seq.token_ids)]
+        return BatchArrays(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=last_blocks.astype(np.int64) * block_size + positions % block_size,
+            block_tables=block_tables,
+            context_lens=context_lens,
+            cu_seqlens_q=np.arange(size + 1, dtype=np.int32),
+            logits_indices=np.array(sampled, np.int64),
+            max_query_len=1,
+            max_context_len=int(context_lens.max()),
+            num_decodes=size,
+            **sampling_arrays(seqs if len(sampled) == size else [seqs[row] for row in sampled]),
+        )
+
+
+def sampling_arrays(seqs: list[Sequence]) -> dict[str, "NDArray[np.float32] | bool"]:
+    """The temperatures of the sampled rows, and whether any of them is warm enough to draw noise."""
+    temperatures = np.fromiter((seq.sampling_params.temperature for seq in seqs), np.float32, len(seqs))
+    return {"temperatures": temperatures, "needs_noise": bool((temperatures > COLD).any())}
+
+
+def pad_tables(seqs: list[Sequence]) -> NDArray[np.int32]:
+    """The block tables as one array [B, max_blocks]; (7, 2) beside (5,) gives [[7, 2], [5, 0]]."""
+    width = max(len(seq.block_table) for seq in seqs)
+    padding = (0,) * width
+    rows = [seq.block_table + padding[len(seq.block_table) :] for seq in seqs]
+    return np.array(rows, np.int32)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class InputBatch:
+    """The tensors of one step on the device; the argument of everything that follows. Nothing changes it.
+
+    input_ids, positions: [T]. attn_metadata: where keys go and who sees them. logits_indices: [S], the rows of the
+    hidden states whose next token is wanted. temperatures: [S]. needs_noise: False if all of them are at most 1e-5.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    attn_metadata: AttentionMetadata
+    logits_indices: Tensor
+    temperatures: Tensor
+    needs_noise: bool
+
+    @classmethod
+    def from_arrays(cls, arrays: BatchArrays, device: torch.device) -> "InputBatch":
+        """Copy a step to `device`; on a CPU the tensors share the arrays' memory."""
+
+        def put(array: NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        return cls(
+            input_ids=put(arrays.input_ids),
+            positions=put(arrays.positions),
+            attn_metadata=AttentionMetadata(
+                slot_mapping=put(arrays.slot_mapping),
+                block_tables=put(arrays.block_tables),
+                context_lens=put(arrays.context_lens),
+                cu_seqlens_q=put(arrays.cu_seqlens_q),
+                max_query_len=arrays.max_query_len,
+                max_context_len=arrays.max_context_len,
+                num_decodes=arrays.num_decodes,
+            ),
+            logits_indices=put(arrays.logits_indices),
+            temperatures=put(arrays.temperatures),
+            needs_noise=arrays.needs_noise,
+        )
