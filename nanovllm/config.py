@@ -121,7 +121,7 @@ class Config(ReprHTML):
             raise ConfigError(f"tensor_parallel_size must be 1 to 8, got {self.tensor_parallel_size}")
         if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
             raise ConfigError(
-                f"num_kvcache_blocks must be positive, or -1 to size the pool from memory, got {self.num_kvcache_blocks}"
+                f"num_kvcache_blocks must be positive, or -1 to size the pool by memory, got {self.num_kvcache_blocks}"
             )
         self._check_block_size()
 
@@ -131,8 +131,8 @@ class Config(ReprHTML):
             return
         if self.attention_backend not in ("torch", "triton"):
             raise ConfigError(
-                f"kvcache_block_size={size} must be a multiple of 256; for smaller blocks (powers of two) name a backend "
-                'that can use them: attention_backend="torch" or "triton"'
+                f"kvcache_block_size={size} must be a multiple of 256; for smaller blocks (powers of two) name a "
+                'backend that can use them: attention_backend="torch" or "triton"'
             )
         if size & (size - 1):
             raise ConfigError(f"kvcache_block_size={size} must be a power of two or a multiple of 256")

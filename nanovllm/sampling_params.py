@@ -35,7 +35,7 @@ class SamplingParams(ReprHTML):
             self.temperature = math.inf
         if not self.temperature > 1e-10 or not math.isfinite(self.temperature):
             raise SamplingParamsError(
-                f"temperature={temperature!r}: greedy sampling is not permitted, so it must be finite and exceed 1e-10; "
+                f"temperature={temperature!r}: greedy sampling is not permitted; it must be finite and exceed 1e-10; "
                 "use temperature=1e-6 to always get the most likely token"
             )
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or max_tokens < 1:

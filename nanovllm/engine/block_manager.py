@@ -34,7 +34,9 @@ class Block:
         self.token_ids: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        return f"Block({self.block_id}, ref_count={self.ref_count}, {'cached' if self.hash is not None else 'not cached'})"
+        return (
+            f"Block({self.block_id}, ref_count={self.ref_count}, {'cached' if self.hash is not None else 'not cached'})"
+        )
 
 
 class BlockManager(ReprHTML):

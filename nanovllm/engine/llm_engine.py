@@ -167,7 +167,7 @@ class LLMEngine:
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt (text or token ids) and return its seq_id. Raises `RequestError` if it can never be served."""
+        """Queue one prompt (text or token ids); returns its seq_id. Raises `RequestError` if it can never be served."""
         with self._entered("add_request()"):
             return self.scheduler.add(self._sequence(prompt, sampling_params))
 
@@ -245,7 +245,9 @@ class LLMEngine:
     def chat_prompt(self, messages: SequenceOf[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation in the model's chat template, ready for the assistant's turn."""
         if not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError(f"the tokenizer in {self.config.model} has no chat template; use generate() with plain text")
+            raise RequestError(
+                f"the tokenizer in {self.config.model} has no chat template; use generate() with plain text"
+            )
         try:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:
@@ -342,7 +344,11 @@ class LLMEngine:
             StepRow(
                 seq.seq_id,
                 tuple(seq.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + seq.num_scheduled_tokens]),
-                seq.num_computed_tokens, seq.num_tokens, seq.block_table, seq.is_prefilling, None,
+                seq.num_computed_tokens,
+                seq.num_tokens,
+                seq.block_table,
+                seq.is_prefilling,
+                None,
             )  # fmt: skip
             for seq in seqs
         ]
@@ -442,7 +448,7 @@ class LLMEngine:
             raise EngineDeadError(f"{name}: this engine was closed; build a new LLM")
         if not self._door.acquire(blocking=False):
             raise EngineBusyError(
-                f"{name}: the engine is in the middle of a call; do not call it from a step hook or from a second thread"
+                f"{name}: the engine is in the middle of a call; call it neither from a step hook nor from a second thread"
             )
         try:
             yield

@@ -46,8 +46,8 @@ def num_blocks_on_gpu(config: Config, bytes_per_block: int, device: torch.device
         raise MemoryBudgetError(
             f"{max(num_blocks, 0)} KV blocks fit, one sequence of max_model_len={config.max_model_len} needs {needed} "
             f"of {bytes_per_block / gib:.3f} GiB: the card has {total / gib:.1f} GiB, of which "
-            f"gpu_memory_utilization={config.gpu_memory_utilization} may be used, {(total - free) / gib:.1f} GiB are in "
-            f"use and a step needs {(peak - current) / gib:.1f} GiB more; shorten max_model_len, lower "
+            f"gpu_memory_utilization={config.gpu_memory_utilization} may be used, {(total - free) / gib:.1f} GiB are "
+            f"in use and a step needs {(peak - current) / gib:.1f} GiB more; shorten max_model_len, lower "
             "max_num_batched_tokens, raise gpu_memory_utilization, or free the card of other programs"
         )
     return num_blocks

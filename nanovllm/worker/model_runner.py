@@ -60,7 +60,7 @@ class ModelRunner:
         )
         attention = parts.resolve(backend)(
             self.tp.share(heads, "attention heads"),
-            self.tp.share(config.hf_config.num_key_value_heads, "kv heads"),
+            self.tp.share(getattr(config.hf_config, "num_key_value_heads", None) or heads, "kv heads"),
             head_dim, head_dim**-0.5, config.kvcache_block_size,
         )  # fmt: skip
         model = build_model(config.hf_config, self.tp, attention, parts.resolve, self.dtype, self.device)
@@ -128,9 +128,7 @@ class ModelRunner:
         if not self._sampler_wants_params:
             return None
         return [
-            seq.sampling_params
-            for seq in seqs
-            if seq.num_computed_tokens + seq.num_scheduled_tokens == seq.num_tokens
+            seq.sampling_params for seq in seqs if seq.num_computed_tokens + seq.num_scheduled_tokens == seq.num_tokens
         ]
 
     @torch.inference_mode()
