@@ -23,9 +23,8 @@ COMMANDS = {
 
 def usage() -> str:
     lines = [f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: nanovllm COMMAND ...", "", *lines, "", "nanovllm COMMAND --help tells more; nanovllm --version tells the version."]
-    )
+    more = "nanovllm COMMAND --help tells more; nanovllm --version tells the version."
+    return "\n".join(["usage: nanovllm COMMAND ...", "", *lines, "", more])
 
 
 def main(argv: list[str] | None = None) -> int:

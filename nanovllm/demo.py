@@ -13,8 +13,8 @@ from nanovllm.sampling_params import SamplingParams
 QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue? Answer in two sentences.",
-    "Name three prime numbers.",
-    "Write a short poem about the sea.",
+    "What is the largest planet?",
+    "Describe the sea in one sentence.",
     "What does a compiler do?",
     "Give me a simple recipe for pancakes.",
     "Explain in one sentence what gravity is.",
@@ -25,9 +25,11 @@ QUESTIONS = (
 def main(argv: list[str]) -> int:
     """Run the demo on the default model, or on another one."""
     parser = argparse.ArgumentParser("nanovllm demo", description="Answer eight questions in one batch.")
-    parser.add_argument("--model", default="default", help="a model's folder, or a name that `nanovllm model list` shows")
+    parser.add_argument("--model", default="default", help="a model's folder, or a name from `nanovllm model list`")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer, in tokens (default %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.6, help="default %(default)s; 1e-6 always takes the likeliest")
+    parser.add_argument(
+        "--temperature", type=float, default=0.3, help="default %(default)s; 1e-6: always the likeliest"
+    )
     parser.add_argument("--seed", type=int, help="make the answers repeat")
     options = parser.parse_args(argv)
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)

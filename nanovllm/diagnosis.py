@@ -40,11 +40,12 @@ class Report:
         return "\n\n".join(blocks)
 
     def _repr_html_(self) -> str:
-        left = 'style="text-align:left;vertical-align:top"'
+        left = 'style="text-align:left"'
         lines = []
         for title, rows in self.sections.items():
             lines.append(f'<tr><th colspan="2" {left}>{escape(title)}</th></tr>')
-            lines += [f"<tr><td {left}>{escape(name)}</td><td {left}>{escape(finding)}</td></tr>" for name, finding in rows]
+            for name, finding in rows:
+                lines.append(f"<tr><td {left}>{escape(name)}</td><td {left}>{escape(finding)}</td></tr>")
         return f"<table>{''.join(lines)}</table>"
 
 
@@ -100,7 +101,8 @@ def machine(device: torch.device) -> list[Row]:
     rows.append(("number format", number_format(device)))
     available, total_memory = memory()
     rows.append(("memory", f"{gib(available)} available of {gib(total_memory)}"))
-    rows.append(("disk", f"{gib(shutil.disk_usage(existing_parent(cache_home())).free)} free for models in {cache_home()}"))
+    home = cache_home()
+    rows.append(("disk", f"{gib(shutil.disk_usage(existing_parent(home)).free)} free for models in {home}"))
     return rows
 
 

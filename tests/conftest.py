@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: tiny checkpoints, made once per run, and the default model where it has been fetched."""
+"""Fixtures shared by all tests: tiny checkpoints, made once per run, and the default model if it is here."""
 
 import os
 from pathlib import Path
