@@ -1,0 +1,107 @@
+"""Run a grader's tests one by one, with a time limit, and turn what happens into results. No pytest in here.
+
+The pytest plugin uses `judge` for each test that pytest runs; `run_grader` runs a whole grader in this process (that
+is how many wrong answers are tried in little time).
+"""
+
+import importlib.util
+import io
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from nanovllm.workbook.catalogue import Exercise, ExerciseTodo, Workbook
+from nanovllm.workbook.grading import Answer, NotRunHere, Rejected, TimeUp, clip, describe_error
+from nanovllm.workbook.outcomes import FAILED, NOT_RUN, PASSED, TODO, ExerciseResult, TestResult
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeUp in the running code after `seconds`, and again until it gives way.
+
+    Uses the alarm signal, so it works in a process's main thread on POSIX; elsewhere there is no limit of this kind.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(_signal: int, _frame: FrameType | None) -> None:
+        raise TimeUp(f"still running after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def rule_of(function: Callable[..., Any]) -> str:
+    """The first sentence (paragraph) of a test's docstring."""
+    return " ".join((function.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def judge(error: BaseException | None, answer: Answer | None, exercise: Exercise, workbook: Workbook, name: str,
+          rule: str, seconds: float) -> TestResult:  # fmt: skip
+    """What the end of one test means. `error`: what it raised, None if it returned."""
+    if error is None:
+        return TestResult(name, PASSED, seconds, rule=rule)
+    if isinstance(error, ExerciseTodo):
+        return TestResult(name, TODO, seconds, str(error), rule)
+    if isinstance(error, NotRunHere):
+        return TestResult(name, NOT_RUN, seconds, str(error), rule)
+    if not isinstance(error, Rejected):
+        story = answer.story if answer else [f"loading {exercise.file}"]
+        got = str(error) if isinstance(error, TimeUp) else describe_error(error, workbook)
+        expected = "an answer" if isinstance(error, TimeUp) else "no error"
+        error = Rejected(story, got, expected, (answer.rule if answer else "") or rule)
+    head = f"exercise {exercise.id} {exercise.title}: {name.replace('__', ': ').replace('_', ' ')}"
+    lines = [clip(head, 110), *error.lines(), f'next      hint("{exercise.id}") or: nanovllm hint {exercise.id}']
+    return TestResult(name, FAILED, seconds, "\n".join(lines), error.rule)
+
+
+def load_grader(path: Path) -> ModuleType:
+    """A grader's module, loaded from its file."""
+    name = f"_nanovllm_grader_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, f"{path} is not a Python file"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def grader_tests(module: ModuleType) -> dict[str, Callable[[Answer], None]]:
+    """Test name without ``test_`` -> function, in the order of the file."""
+    return {name.removeprefix("test_"): value for name, value in vars(module).items() if name.startswith("test_")}
+
+
+def run_grader(
+    workbook: Workbook, exercise: Exercise, load: Callable[[], Answer], tests: dict[str, Callable[[Answer], None]],
+    stop_at_first: bool = False,
+) -> ExerciseResult:  # fmt: skip
+    """All tests of one exercise in this process. `load` makes a fresh `Answer` for each test."""
+    result = ExerciseResult.empty(exercise)
+    for name, function in tests.items():
+        answer, error, start = None, None, time.perf_counter()
+        try:
+            with time_limit(exercise.timeout), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                answer = load()
+                answer.rule = rule_of(function)
+                function(answer)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as raised:
+            error = raised
+        seconds = time.perf_counter() - start
+        result.tests.append(judge(error, answer, exercise, workbook, name, rule_of(function), seconds))
+        if stop_at_first and error is not None:
+            break
+    return result
