@@ -23,7 +23,7 @@ def select_backend(
     Raises `ConfigError` where a backend asked for by name cannot do it, with what stands in its way.
     """
     device = torch.device(device)
-    hindrances = {}
+    hindrances: dict[str, str] = {}
     for candidate in BACKENDS if name == "auto" else (name,):
         hindrance = _hindrance(candidate, device, dtype, head_dim, block_size, by_name=name != "auto")
         if hindrance is None:
@@ -48,9 +48,10 @@ def _hindrance(
     """Why the backend cannot be used, or None. `by_name`: what works but is slow is then allowed."""
     if name == "torch":
         return None
-    package = {"flash": "flash_attn", "triton": "triton"}[name]
-    if importlib.util.find_spec(package) is None:
-        return f"the package {package} is not installed"
+    packages = {"flash": ("flash_attn", "triton"), "triton": ("triton",)}[name]  # Triton stores the keys for both
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            return f"the package {package} is not installed"
     if not 32 <= head_dim <= 256:
         return f"head_dim {head_dim} is not within 32 to 256"
     if name == "triton":

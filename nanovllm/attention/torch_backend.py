@@ -45,8 +45,8 @@ class TorchAttention(AttentionBackend):
 
     def store(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         if self._kept is None or self._kept[0] is not slot_mapping:
-            written = slot_mapping >= 0
-            self._kept = slot_mapping, None if bool(written.all()) else written.nonzero().squeeze(1)
+            writes = slot_mapping >= 0
+            self._kept = slot_mapping, None if bool(writes.all()) else writes.nonzero().squeeze(1)
         written = self._kept[1]
         if written is not None:
             k, v, slot_mapping = k[written], v[written], slot_mapping[written]
@@ -106,7 +106,8 @@ class TorchAttention(AttentionBackend):
                 # 3 queries, context 5: the queries stand at positions 2, 3, 4 and see the keys up to there.
                 mask = positions <= positions[context - (end - start) :, None]
             if end > start:
-                rows.append(PrefillRow(start, end, self.slots(metadata.block_tables[b : b + 1], positions[None])[0], mask))
+                row_slots = self.slots(metadata.block_tables[b : b + 1], positions[None])[0]
+                rows.append(PrefillRow(start, end, row_slots, mask))
         return Plan(metadata, slots, (keys < lens)[:, None, None], rows)
 
     def slots(self, block_tables: Tensor, positions: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.parallel import TPGroup
+from nanovllm.layers.parallel import ALONE, TPGroup
 
 Shapes = dict[Any, tuple[int, ...]]
 
@@ -34,7 +34,7 @@ class ReplicatedLinear(nn.Module):
     `in_size`, `out_size` what this rank holds.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, tp: TPGroup = TPGroup()) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, tp: TPGroup = ALONE) -> None:
         super().__init__()
         self._build(in_features, {None: out_features}, in_features, out_features, bias, tp)
 
@@ -49,7 +49,7 @@ class ReplicatedLinear(nn.Module):
         if bias:
             self.bias = new_parameter((out_size,), self.weight_loader, {key: (out,) for key, out in sizes.items()})
 
-    def weight_loader(self, param: nn.Parameter, loaded: Tensor) -> None:
+    def weight_loader(self, param: nn.Parameter, loaded: Tensor, shard_id: Any = None) -> None:
         param.data.copy_(loaded)
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ class ReplicatedLinear(nn.Module):
 class ColumnParallelLinear(ReplicatedLinear):
     """Rank r of n holds rows [r * out / n, (r + 1) * out / n) of the weight, that is, its share of the outputs."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, tp: TPGroup = TPGroup()) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, tp: TPGroup = ALONE) -> None:
         nn.Module.__init__(self)
         self._build(in_features, {None: out_features}, in_features, tp.share(out_features, "output features"), bias, tp)
 
-    def weight_loader(self, param: nn.Parameter, loaded: Tensor) -> None:
+    def weight_loader(self, param: nn.Parameter, loaded: Tensor, shard_id: Any = None) -> None:
         size = loaded.shape[0] // self.tp.size
         param.data.copy_(loaded.narrow(0, self.tp.rank * size, size))
 
@@ -83,13 +83,13 @@ class MergedColumnParallelLinear(ReplicatedLinear):
     """
 
     def __init__(
-        self, in_features: int, out_features: list[int], bias: bool = False, tp: TPGroup = TPGroup()
+        self, in_features: int, out_features: list[int], bias: bool = False, tp: TPGroup = ALONE
     ) -> None:
         nn.Module.__init__(self)
         self.shares = [tp.share(size, "output features") for size in out_features]
         self._build(in_features, dict(enumerate(out_features)), in_features, sum(self.shares), bias, tp)
 
-    def weight_loader(self, param: nn.Parameter, loaded: Tensor, shard_id: int) -> None:
+    def weight_loader(self, param: nn.Parameter, loaded: Tensor, shard_id: Any = None) -> None:
         size, offset = self.shares[shard_id], sum(self.shares[:shard_id])
         param.data.narrow(0, offset, size).copy_(loaded.narrow(0, self.tp.rank * size, size))
 
@@ -108,7 +108,7 @@ class QKVParallelLinear(ReplicatedLinear):
         num_heads: int,
         num_kv_heads: int,
         bias: bool = False,
-        tp: TPGroup = TPGroup(),
+        tp: TPGroup = ALONE,
     ) -> None:
         nn.Module.__init__(self)
         q_size, kv_size = tp.share(num_heads, "heads") * head_dim, tp.share(num_kv_heads, "kv heads") * head_dim
@@ -116,7 +116,7 @@ class QKVParallelLinear(ReplicatedLinear):
         sizes = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
         self._build(in_features, sizes, in_features, q_size + 2 * kv_size, bias, tp)
 
-    def weight_loader(self, param: nn.Parameter, loaded: Tensor, shard_id: str) -> None:
+    def weight_loader(self, param: nn.Parameter, loaded: Tensor, shard_id: Any = None) -> None:
         offset, size = self.placement[shard_id]
         param.data.narrow(0, offset, size).copy_(loaded.narrow(0, self.tp.rank * size, size))
 
@@ -127,11 +127,11 @@ class RowParallelLinear(ReplicatedLinear):
     The bias is added once, after the sum; on every rank, since each goes on with the whole result.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, tp: TPGroup = TPGroup()) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, tp: TPGroup = ALONE) -> None:
         nn.Module.__init__(self)
         self._build(in_features, {None: out_features}, tp.share(in_features, "input features"), out_features, bias, tp)
 
-    def weight_loader(self, param: nn.Parameter, loaded: Tensor) -> None:
+    def weight_loader(self, param: nn.Parameter, loaded: Tensor, shard_id: Any = None) -> None:
         if param.dim() == 2:
             size = loaded.shape[1] // self.tp.size
             loaded = loaded.narrow(1, self.tp.rank * size, size)

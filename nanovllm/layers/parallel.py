@@ -46,12 +46,15 @@ class TPGroup:
         """This rank's equal part of `total`. Raises `ConfigError` naming the sizes that would divide it."""
         if total % self.size:
             sizes = ", ".join(map(str, dividing_sizes(total)))
-            raise ConfigError(f"tensor_parallel_size={self.size} does not divide {total} {what}; sizes that do: {sizes}")
+            raise ConfigError(f"tensor_parallel_size={self.size} does not divide {total} {what}; these do: {sizes}")
         return total // self.size
 
     def _group(self) -> "dist.ProcessGroup":
         assert self.group is not None, "a collective over several ranks needs their process group"
         return self.group
+
+
+ALONE = TPGroup()  # a single process holds everything
 
 
 def dividing_sizes(*totals: int) -> list[int]:

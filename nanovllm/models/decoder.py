@@ -5,6 +5,7 @@ H head dim, D model dim, F mlp dim of this rank, V vocabulary. There is no batch
 sequence only attention needs to know, and its metadata says so.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -45,6 +46,7 @@ class Attention(nn.Module):
         self.o_proj = resolve(RowParallelLinear)(
             config.num_heads * config.head_dim, config.hidden_size, bias=output_bias, tp=tp
         )
+        self.rotate_and_store: Callable[..., Tensor] | None = None  # norms, rotation and store in one, on a GPU
         self.qk_norm = family.qk_norm
         if self.qk_norm:
             self.q_norm = resolve(RMSNorm)(config.head_dim, config.rms_norm_eps)
@@ -54,7 +56,11 @@ class Attention(nn.Module):
         self, x: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x).unflatten(-1, (heads + 2 * kv_heads, self.head_dim))  # [T, N + 2K, H]
+        qkv = self.qkv_proj(x)
+        if self.rotate_and_store is not None:
+            q = self.rotate_and_store(qkv, positions, k_cache, v_cache, metadata.slot_mapping)  # [T, N, H]
+            return cast(Tensor, self.o_proj(self.attention.attend(q, k_cache, v_cache, metadata).flatten(1)))
+        qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))  # [T, N + 2K, H]
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, N, H], [T, K, H], [T, K, H]
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -140,7 +146,7 @@ class Decoder(nn.Module):
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache.unbind(0), strict=True):
             x, residual = layer(x, residual, positions, k_cache, v_cache, metadata)
         x, _ = self.norm(x, residual)
-        return x
+        return cast(Tensor, x)
 
 
 class DecoderForCausalLM(nn.Module):
@@ -154,6 +160,8 @@ class DecoderForCausalLM(nn.Module):
     qkv_bias: ClassVar[bool | None]  # None: as `attention_bias` in config.json says
     output_bias: ClassVar[bool | None]
     qk_norm: ClassVar[bool]
+    target_device: torch.device  # where the weights will live, and as what; `build_model` says so
+    target_dtype: torch.dtype
     packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {  # in the checkpoint -> (here, shard id)
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),

@@ -48,7 +48,8 @@ def load_folder(model: DecoderForCausalLM, folder: Path) -> None:
         _check_shapes(targets, handles, folder)
         if spare is not None and not _equal(spare, "lm_head.weight", handles, "model.embed_tokens.weight"):
             raise WeightError(
-                f"{folder}: config.json ties lm_head.weight to model.embed_tokens.weight, but the file holds a different one"
+                f"{folder}: config.json ties lm_head.weight to model.embed_tokens.weight, but the "
+                "file holds a different one"
             )
         materialize(model)
         params = dict(model.named_parameters())
@@ -132,7 +133,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         single = folder / "model.safetensors"
         paths = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
         if not paths:
-            others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+            others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
             there = f" (it has {', '.join(others[:5])}; only safetensors are read)" if others else ""
             raise WeightError(f"{folder} has no weights: no *.safetensors file{there}")
         return [_inside(folder, path.name) for path in paths], None

@@ -1,12 +1,11 @@
 """ModelConfig: the facts of a `config.json` that the models need, checked; every other detail is refused by name.
 
 It reads the attributes that transformers 4.51 to 5.x give a configuration: `rope_theta` with `rope_scaling`, or
-`rope_parameters`; `torch_dtype`, or `dtype`; `head_dim`, or none.
+`rope_parameters`; `head_dim`, or none.
 """
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from nanovllm.errors import ConfigError, UnsupportedModelError
@@ -35,12 +34,11 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    dtype: str
 
     @property
     def scale(self) -> float:
         """What scores are multiplied by before the softmax."""
-        return self.head_dim**-0.5
+        return float(self.head_dim**-0.5)
 
     def heads_on_rank(self, tp: TPGroup) -> tuple[int, int]:
         """(heads, kv heads) that one rank holds. Raises `ConfigError` naming the sizes that would work."""
@@ -49,7 +47,7 @@ class ModelConfig:
             if total % tp.size:
                 sizes = ", ".join(map(str, dividing_sizes(*divided.values())))
                 raise ConfigError(
-                    f"tensor_parallel_size={tp.size} does not divide this model's {total} {what}; sizes that work: {sizes}"
+                    f"tensor_parallel_size={tp.size} does not divide the model's {total} {what}; sizes that do: {sizes}"
                 )
         return self.num_heads // tp.size, self.num_kv_heads // tp.size
 
@@ -84,9 +82,6 @@ class ModelConfig:
             tie_word_embeddings=_flag(hf_config, "tie_word_embeddings"),
             attention_bias=_flag(hf_config, "attention_bias"),
             mlp_bias=_flag(hf_config, "mlp_bias"),
-            dtype=str(getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or "float32").removeprefix(
-                "torch."
-            ),
         )
 
 
@@ -149,7 +144,7 @@ def _size(hf_config: Any, name: str, limit: int, default: int | None = None) -> 
 
 
 def _positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UnsupportedModelError(f"{name} in config.json is {value!r}, not a positive number")
     return float(value)
 

@@ -4,7 +4,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    """Each head of q and k is normalised before it is turned; biases as config.json says (the released models: none)."""
+    """Each head of q and k is normalised before it is turned; biases as config.json says (released ones: none)."""
 
     qkv_bias = None
     output_bias = None
