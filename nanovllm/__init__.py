@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from nanovllm.errors import MemoryBudgetError as MemoryBudgetError
     from nanovllm.errors import ModelNotFoundError as ModelNotFoundError
     from nanovllm.errors import NanoVLLMError as NanoVLLMError
+    from nanovllm.errors import RankError as RankError
+    from nanovllm.errors import RankError as RankError
     from nanovllm.errors import RequestError as RequestError
     from nanovllm.errors import SamplingParamsError as SamplingParamsError
     from nanovllm.errors import UnsupportedModelError as UnsupportedModelError
@@ -40,6 +42,7 @@ _HOMES = {
     "NanoVLLMError": "nanovllm.errors",
     "ConfigError": "nanovllm.errors",
     "SamplingParamsError": "nanovllm.errors",
+    "RankError": "nanovllm.errors",
     "RequestError": "nanovllm.errors",
     "ModelNotFoundError": "nanovllm.errors",
     "UnsupportedModelError": "nanovllm.errors",
@@ -47,6 +50,7 @@ _HOMES = {
     "DownloadError": "nanovllm.errors",
     "MemoryBudgetError": "nanovllm.errors",
     "EngineBusyError": "nanovllm.errors",
+    "RankError": "nanovllm.errors",
     "EngineDeadError": "nanovllm.errors",
 }
 

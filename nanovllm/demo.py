@@ -2,6 +2,7 @@
 
 import argparse
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -27,14 +28,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("nanovllm demo", description="Answer eight questions in one batch.")
     parser.add_argument("--model", default="default", help="a model's folder, or a name from `nanovllm model list`")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer, in tokens (default %(default)s)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.3, help="default %(default)s; 1e-6: always the likeliest"
-    )
+    parser.add_argument("--temperature", type=float, default=0.3, help="default %(default)s; 1e-6: the likeliest")
     parser.add_argument("--seed", type=int, help="make the answers repeat")
     options = parser.parse_args(argv)
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
     # Small blocks where the backend allows them: then the questions share the block that holds the system prompt.
-    blocks = {} if torch.cuda.is_available() else {"attention_backend": "torch", "kvcache_block_size": 16}
+    blocks: dict[str, Any] = (
+        {} if torch.cuda.is_available() else {"attention_backend": "torch", "kvcache_block_size": 16}
+    )
     with LLM(str(resolve_model(options.model)), seed=options.seed, **blocks) as llm:
         run(llm, params)
     return 0
