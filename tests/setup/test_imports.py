@@ -1,0 +1,53 @@
+"""`import nanovllm` is quick and loads nothing heavy; every public name comes when it is asked for."""
+
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+
+import nanovllm
+
+TIME_LIMIT = 0.3  # seconds
+
+
+def seconds_to_import(statement: str) -> float:
+    code = f"from time import perf_counter\nstart = perf_counter()\n{statement}\nprint(perf_counter() - start)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return float(shown)
+
+
+def test_import_is_quick() -> None:
+    assert median(seconds_to_import("import nanovllm") for _ in range(3)) < TIME_LIMIT
+
+
+def test_import_of_the_light_names_is_quick() -> None:
+    statement = "from nanovllm import SamplingParams, Config, Parts, RequestError, default_model_path"
+    assert median(seconds_to_import(statement) for _ in range(3)) < TIME_LIMIT
+
+
+@pytest.mark.parametrize("name", [name for name in nanovllm.__all__ if name != "__version__"])
+def test_every_public_name_resolves(name: str) -> None:
+    value = getattr(nanovllm, name)
+    assert value.__name__ == name
+    assert getattr(nanovllm, name) is value
+    assert name in dir(nanovllm)
+
+
+def test_all_errors_are_exported() -> None:
+    from nanovllm import errors
+
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert raised <= set(nanovllm.__all__)
+
+
+def test_doctor_stays_a_function_after_it_was_used() -> None:
+    """A module of the same name would take its place in the package."""
+    assert callable(nanovllm.doctor)
+    assert "Versions" in repr(nanovllm.doctor())
+    assert callable(nanovllm.doctor)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="LMM"):
+        nanovllm.LMM  # noqa: B018
