@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from filelock import FileLock
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from nanovllm.errors import DownloadError, ModelNotFoundError
 from nanovllm.gguf_model import convert_gguf
@@ -241,14 +241,9 @@ def fetch_hub_model(model_id: str, revision: str | None, staging: Path, show_pro
             raise DownloadError(f"{model_id} has no config.json, so it is not a model in Hugging Face's layout")
         check_space(staging, sum(sizes[name] for name in files))
         # The commit that was listed is the one that is fetched, even if somebody pushes in between.
-        options: dict[str, Any] = {} if show_progress else {"tqdm_class": None}
-        snapshot_download(
-            model_id,
-            revision=info.sha,
-            local_dir=staging,
-            allow_patterns=[glob.escape(name) for name in files],
-            **options,
-        )
+        patterns = [glob.escape(name) for name in files]
+        with progress_bars(show_progress):
+            snapshot_download(model_id, revision=info.sha, local_dir=staging, allow_patterns=patterns)
     except DownloadError:
         raise
     except Exception as error:
@@ -256,6 +251,19 @@ def fetch_hub_model(model_id: str, revision: str | None, staging: Path, show_pro
             raise
         raise DownloadError(hub_failure(model_id, revision, error)) from error
     shutil.rmtree(staging / ".cache", ignore_errors=True)  # huggingface_hub's own book-keeping
+
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Whether huggingface_hub draws its bars inside the block."""
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def hub_failure(model_id: str, revision: str | None, error: Exception) -> str:
