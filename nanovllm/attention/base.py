@@ -36,6 +36,7 @@ class AttentionBackend(ABC):
     """Causal attention over paged keys and values. One instance serves all layers of a model."""
 
     name: str
+    capturable = False  # whether a decode step can be recorded in a CUDA graph: no look at the device's values
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, block_size: int) -> None:
         assert num_heads % num_kv_heads == 0, "every kv head serves the same number of heads"

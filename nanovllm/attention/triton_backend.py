@@ -24,6 +24,7 @@ class TritonAttention(AttentionBackend):
     """Paged attention in Triton. Any number of heads; head dims 32 to 256, others than powers of two masked."""
 
     name = "triton"
+    capturable = True
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, block_size: int) -> None:
         super().__init__(num_heads, num_kv_heads, head_dim, scale, block_size)

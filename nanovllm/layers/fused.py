@@ -117,8 +117,8 @@ def rotate_and_store_kernel(
 
 
 def rotate_and_store(
-    qkv: Tensor, num_kv_heads: int, head_dim: int, positions: Tensor, cos_sin: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    num_kv_heads: int, head_dim: int, cos_sin: Tensor, norms: tuple[Tensor, Tensor, float] | None,
+    qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
 ) -> Tensor:  # fmt: skip
     """Norm of queries and keys (where the model has it), rotary embedding and KV store in one pass.
 
@@ -186,16 +186,31 @@ def finish_kernel(best_ptr, id_ptr, out_ptr, TILES: tl.constexpr, PADDED: tl.con
     tl.store(out_ptr + row, tl.load(id_ptr + row * TILES + winner).to(tl.int64))
 
 
-def sample(logits: Tensor, temperatures: Tensor, seed: int, offset: int, needs_noise: bool) -> Tensor:
+def next_counter(generator: torch.Generator | None, device: torch.device) -> tuple[int, int]:
+    """(seed, offset) of one call, both within 31 bits; the generator (None: the device's own) moves on.
+
+    A GPU's generator is a Philox counter that the host keeps, so it is read and moved without waiting for the device.
+    """
+    if generator is None:
+        generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    if generator.device.type == "cpu":
+        return int(torch.randint(1 << 31, (1,), generator=generator)), 0
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)  # torch counts in fours
+    return generator.initial_seed() % (1 << 31), offset // 4 % (1 << 31)
+
+
+def sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator | None, needs_noise: bool) -> Tensor:
     """The exponential race of `Sampler` in one pass over logits [S, V] -> token ids [S] int64."""
     rows, size = logits.shape
     lanes = 1024
     tiles = triton.cdiv(size, 4 * lanes)
+    seed, offset = next_counter(generator, logits.device) if needs_noise else (0, 0)
     best = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     race_kernel[(rows, tiles)](
-        logits, temperatures, best, ids, seed & 0x7FFFFFFF, offset & 0x7FFFFFFF, logits.stride(0),
+        logits, temperatures, best, ids, seed, offset, logits.stride(0),
         V=size, LANES=lanes, NOISE=needs_noise,
     )  # fmt: skip
     finish_kernel[(rows,)](best, ids, out, TILES=tiles, PADDED=triton.next_power_of_2(tiles))

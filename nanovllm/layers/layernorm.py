@@ -1,5 +1,8 @@
 """RMSNorm, with the residual addition that always precedes it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,9 +16,12 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
+        self.kernel: Callable[..., Any] | None = None  # a fused stand-in for `forward`, on a GPU
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if self.kernel is not None:
+            return self.kernel(x, self.weight, self.eps, residual)
         if residual is None:
             return self.normalize(x)
         x = x + residual

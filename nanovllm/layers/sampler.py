@@ -1,5 +1,7 @@
 """From logits to token ids: one path for every temperature."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,10 @@ class Sampler(nn.Module):
     t = 1 the same score is divided by t, so that it stays finite for every temperature.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel: Callable[..., Tensor] | None = None  # a fused stand-in for `forward`, on a GPU
+
     def forward(
         self,
         logits: Tensor,
@@ -25,6 +31,8 @@ class Sampler(nn.Module):
 
         needs_noise: False if every temperature is at most 1e-5; the host knows, so the device need not be asked.
         """
+        if self.kernel is not None:
+            return self.kernel(logits, temperatures, generator, needs_noise)
         if not needs_noise:
             return logits.argmax(-1)
         t = temperatures.unsqueeze(-1)  # [S, 1]

@@ -38,6 +38,9 @@ class BatchArrays(NamedTuple):
 class InputBatchBuilder:
     """Turns rows of sequences into `BatchArrays`."""
 
+    def __init__(self) -> None:
+        self.tables = BlockTableRows()
+
     def build(self, seqs: list[Sequence]) -> BatchArrays:
         """The arrays of a step of any kind: pure decodes take a shorter way to the same numbers."""
         if all(seq.num_scheduled_tokens == 1 for seq in seqs):
@@ -82,22 +85,21 @@ class InputBatchBuilder:
         The query is the token at position num_computed_tokens. With block size 4, position 9 lies in logical block
         9 // 4 = 2 at offset 9 % 4 = 1, so its slot is block_tables[b, 2] * 4 + 1.
         """
-        size = len(seqs)
-        positions = np.fromiter((seq.num_computed_tokens for seq in seqs), np.int64, size)
-        input_ids = np.fromiter((seq.token_ids[seq.num_computed_tokens] for seq in seqs), np.int64, size)
-        block_size = seqs[0].block_size
-        block_tables = pad_tables(seqs)
+        size, block_size = len(seqs), seqs[0].block_size
+        starts = [seq.num_computed_tokens for seq in seqs]
+        positions = np.array(starts, np.int64)
+        block_tables = self.tables.update([seq.block_table for seq in seqs])
         last_blocks = block_tables[np.arange(size), positions // block_size]
         context_lens = (positions + 1).astype(np.int32)
-        sampled = [row for row, seq in enumerate(seqs) if seq.num_computed_tokens + 1 == len(seq.token_ids)]
+        sampled = np.flatnonzero(np.array([len(seq.token_ids) for seq in seqs]) == context_lens)
         return BatchArrays(
-            input_ids=input_ids,
+            input_ids=np.array([seq.token_ids[start] for seq, start in zip(seqs, starts, strict=True)], np.int64),
             positions=positions,
             slot_mapping=last_blocks.astype(np.int64) * block_size + positions % block_size,
             block_tables=block_tables,
             context_lens=context_lens,
             cu_seqlens_q=np.arange(size + 1, dtype=np.int32),
-            logits_indices=np.array(sampled, np.int64),
+            logits_indices=sampled,
             max_query_len=1,
             max_context_len=int(context_lens.max()),
             num_decodes=size,
@@ -105,9 +107,35 @@ class InputBatchBuilder:
         )
 
 
+class BlockTableRows:
+    """The block tables of the last decode step as an array, of which the next step changes few rows.
+
+    A table is a tuple, which never changes: a row whose tuple is still the same object is right already. Of 256 rows
+    in blocks of 256 tokens one a step has a new block.
+    """
+
+    def __init__(self) -> None:
+        self.tables: list[tuple[int, ...]] = []
+        self.array = np.zeros((0, 0), np.int32)
+
+    def update(self, tables: list[tuple[int, ...]]) -> NDArray[np.int32]:
+        """The tables side by side, [B, max_blocks]; (7, 2) beside (5,) gives [[7, 2], [5, 0]]."""
+        rows, width = len(tables), max(map(len, tables))
+        if rows > self.array.shape[0] or width > self.array.shape[1]:
+            self.array = np.zeros((max(rows, self.array.shape[0]), max(width, 2 * self.array.shape[1])), np.int32)
+            self.tables = []
+        self.tables += [()] * (rows - len(self.tables))
+        for row, (new, old) in enumerate(zip(tables, self.tables, strict=False)):
+            if new is not old:
+                self.array[row, : len(new)] = new
+                self.array[row, len(new) :] = 0
+                self.tables[row] = new
+        return self.array[:rows, :width].copy()
+
+
 def sampling_arrays(seqs: list[Sequence]) -> dict[str, "NDArray[np.float32] | bool"]:
     """The temperatures of the sampled rows, and whether any of them is warm enough to draw noise."""
-    temperatures = np.fromiter((seq.sampling_params.temperature for seq in seqs), np.float32, len(seqs))
+    temperatures = np.array([seq.sampling_params.temperature for seq in seqs], np.float32)
     return {"temperatures": temperatures, "needs_noise": bool((temperatures > COLD).any())}
 
 

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.attention import select_backend
+from nanovllm.attention import AttentionBackend, select_backend
 from nanovllm.config import Config
 from nanovllm.engine.parts import Parts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import build_model, load_model, prepare_for_device
+from nanovllm.models.fuse import install_fused
+from nanovllm.worker.cuda_graphs import DecodeGraphs
 from nanovllm.worker.device import select_device, select_dtype
 from nanovllm.worker.input_batch import BatchArrays, InputBatch, InputBatchBuilder
 from nanovllm.worker.kv_cache import allocate_kv_cache, block_bytes, num_blocks_on_cpu, num_blocks_on_gpu
@@ -40,18 +42,22 @@ class ModelRunner:
         model_dtype = getattr(config.hf_config, "dtype", None) or getattr(config.hf_config, "torch_dtype", None)
         self.dtype = select_dtype(config.dtype, self.device, model_dtype)
         self.tp = link.tensor_parallel_group(self.device)
-        self.attention_name, self.model = self._build_model(parts)
+        self.attention, self.model = self._build_model(parts)
         self.vocab_size: int = self.model.vocab_size
         self.sampler = parts.resolve(Sampler)()
+        self._sampled_params: list[Any] | None = None  # of the rows of this step, for samplers that ask for them
         self._sampler_wants_params = "params" in inspect.signature(self.sampler.forward).parameters
         self.builder: InputBatchBuilder = parts.resolve(InputBatchBuilder)()
         self.generator = torch.Generator(self.device)
         self.generator.seed() if config.seed is None else self.generator.manual_seed(config.seed)
         if config.prefill_chunk is None and self.device.type == "cpu":
             config.prefill_chunk = CPU_PREFILL_CHUNK
+        if self.device.type == "cuda" and config.compile is not False and self.attention.capturable:
+            install_fused(self.model, self.sampler)  # a backend that captures is one in Triton, so Triton is here
         self.kv_cache = self._allocate_kv_cache()
+        self.graphs = self._capture_graphs()
 
-    def _build_model(self, parts: Parts) -> tuple[str, Any]:
+    def _build_model(self, parts: Parts) -> tuple[AttentionBackend, Any]:
         config = self.config
         heads = config.hf_config.num_attention_heads
         head_dim = getattr(config.hf_config, "head_dim", None) or config.hf_config.hidden_size // heads
@@ -66,46 +72,70 @@ class ModelRunner:
         model = build_model(config.hf_config, self.tp, attention, parts.resolve, self.dtype, self.device)
         load_model(model, config)
         prepare_for_device(model, self.device, self.dtype, config.quantization)
-        return backend.name, model.eval()
+        return attention, model.eval()
 
     def _allocate_kv_cache(self) -> Tensor:
         """Size the pool (the smallest that any rank can hold), unless the user gave one, and allocate it."""
         config, model = self.config, self.model
-        shape = (model.num_kv_heads, model.head_dim)
+        if self.device.type == "cuda":
+            self.warmup()
         if config.num_kvcache_blocks == -1:
-            size = block_bytes(model.num_layers, *shape, config.kvcache_block_size, self.dtype)
-            if self.device.type == "cuda":
-                self.warmup()
-                num_blocks = num_blocks_on_gpu(config, size, self.device)
-            else:
-                num_blocks = num_blocks_on_cpu(config, size)
+            size = block_bytes(model.num_layers, model.num_kv_heads, model.head_dim, config.kvcache_block_size, self.dtype)
+            gpu = self.device.type == "cuda"
+            num_blocks = num_blocks_on_gpu(config, size, self.device) if gpu else num_blocks_on_cpu(config, size)
             config.num_kvcache_blocks = self.link.smallest(num_blocks)
+        return self._new_cache(config.num_kvcache_blocks)
+
+    def _new_cache(self, num_blocks: int) -> Tensor:
+        config, model = self.config, self.model
         return allocate_kv_cache(
-            model.num_layers, config.num_kvcache_blocks, config.kvcache_block_size, *shape, self.dtype, self.device
-        )
+            model.num_layers, num_blocks, config.kvcache_block_size, model.num_kv_heads, model.head_dim,
+            self.dtype, self.device,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def warmup(self) -> None:
-        """Run the largest step once, so that the peak of memory is known before the rest becomes KV cache."""
-        config = self.config
+        """Run the largest prefill and some decodes, so that the peak of memory is known and all kernels are compiled.
+
+        The largest prefill has as many tokens *and* as many rows as a step can have: 512 rows that share 16,384 tokens
+        compute 32 each, and 512 rows of logits. All rows write to the same blocks, for only sizes matter here.
+        """
+        config, block_size = self.config, self.config.kvcache_block_size
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        length = min(config.max_num_batched_tokens, config.max_model_len)
-        num_seqs = max(1, min(config.max_num_batched_tokens // length, config.max_num_seqs))
-        num_blocks = -(-length // config.kvcache_block_size)
-        seqs = []
-        for _ in range(num_seqs):
-            seq = Sequence([0] * length, block_size=config.kvcache_block_size)
-            seq.block_table = tuple(range(num_blocks))  # all write to the same blocks: only sizes matter here
-            seq.num_scheduled_tokens = length
-            seqs.append(seq)
-        cache = allocate_kv_cache(
-            self.model.num_layers, num_blocks, config.kvcache_block_size, self.model.num_kv_heads,
-            self.model.head_dim, self.dtype, self.device,
-        )  # fmt: skip
-        batch = InputBatch.from_arrays(self.builder.build(seqs), self.device)
-        self.sampler(*self._logits(batch, cache)) if self.rank == 0 else self._logits(batch, cache)
+        rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        length = min(config.max_num_batched_tokens // rows, config.max_model_len)
+        longest = min(config.max_num_batched_tokens, config.max_model_len)
+        cache = self._new_cache(-(-max(longest, 2) // block_size))
+        decodes = [1 << n for n in range(rows.bit_length())]
+        for num_seqs, context, num_new in [(rows, length, length), (1, longest, longest), *((n, 2, 1) for n in decodes)]:
+            seqs = []
+            for _ in range(num_seqs):
+                seq = Sequence([0] * context, block_size=block_size)
+                seq.block_table = tuple(range(-(-context // block_size)))
+                seq.num_computed_tokens, seq.num_scheduled_tokens = context - num_new, num_new
+                seqs.append(seq)
+            batch = InputBatch.from_arrays(self.builder.build(seqs), self.device)
+            logits = self._logits(batch, cache)
+            self._sampled_params = self._params_of(seqs)
+            if logits is not None:
+                self.sample(logits, batch.temperatures, True)
+                self.sample(logits, batch.temperatures, False)
         torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def _capture_graphs(self) -> DecodeGraphs | None:
+        """CUDA graphs of the decode steps, where there is a GPU, a backend that allows it, and nobody said eager."""
+        config = self.config
+        if self.device.type != "cuda" or config.enforce_eager or not self.attention.capturable:
+            return None
+        max_blocks = -(-config.max_model_len // config.kvcache_block_size)
+        return DecodeGraphs(self._decode_logits, config.max_num_seqs, max_blocks, self.device)
+
+    def _decode_logits(self, batch: InputBatch) -> Tensor | None:
+        """Logits of all rows of a decode step, one query each."""
+        hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, batch.attn_metadata)
+        return self.model.compute_logits(hidden)
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -118,8 +148,8 @@ class ModelRunner:
             seqs, _is_prefill = args
             self._sampled_params = self._params_of(seqs)
             args = (self.builder.build(seqs),)
-        self.link.send(method, args)
-        result = getattr(self, method)(*args)
+        with self.link.running(method, args):
+            result = getattr(self, method)(*args)
         if method == "run":
             return spread(result, seqs)
         return result
@@ -134,25 +164,32 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, arrays: BatchArrays) -> list[int]:
         """One step of the model: the sampled token ids [S] on rank 0, nothing on the others."""
-        batch = InputBatch.from_arrays(arrays, self.device)
-        logits = self._logits(batch, self.kv_cache)
+        arrays = BatchArrays(*arrays)  # it comes as a plain tuple to the ranks above 0
+        if self.graphs is not None and self.graphs.fits(arrays):
+            logits, temperatures = self.graphs.run(arrays)
+            if logits is not None and len(arrays.logits_indices) < len(logits):
+                logits = logits[torch.from_numpy(arrays.logits_indices).to(self.device)]
+        else:
+            batch = InputBatch.from_arrays(arrays, self.device)
+            logits, temperatures = self._logits(batch, self.kv_cache), batch.temperatures
+        self.link.settle()  # what fails from here on, in the sampler, fails on this rank alone
         if logits is None or not len(arrays.logits_indices):
             return []
-        return self.sample(logits, batch).tolist()  # the step's only wait for the device
+        return self.sample(logits, temperatures, arrays.needs_noise).tolist()  # the step's only wait for the device
 
     def _logits(self, batch: InputBatch, kv_cache: Tensor) -> Tensor | None:
         hidden = self.model(batch.input_ids, batch.positions, kv_cache, batch.attn_metadata)  # [T, D]
         return self.model.compute_logits(hidden[batch.logits_indices])  # [S, V] on rank 0
 
-    def sample(self, logits: Tensor, batch: InputBatch) -> Tensor:
+    def sample(self, logits: Tensor, temperatures: Tensor, needs_noise: bool) -> Tensor:
         """Token ids [S]. A sampler whose forward names `params` also gets the rows' SamplingParams."""
         options = {"params": self._sampled_params} if self._sampler_wants_params else {}
-        token_ids: Tensor = self.sampler(logits, batch.temperatures, self.generator, batch.needs_noise, **options)
+        token_ids: Tensor = self.sampler(logits, temperatures, self.generator, needs_noise, **options)
         return token_ids
 
     def exit(self) -> None:
         """Let go of model, cache and link. Safe to call again."""
-        self.model = self.kv_cache = self.sampler = None
+        self.model = self.kv_cache = self.sampler = self.graphs = None
         self.link.close()
         gc.collect()
         if self.device.type == "cuda":
@@ -161,6 +198,8 @@ class ModelRunner:
 
 def spread(token_ids: list[int], seqs: list[Sequence]) -> list[int | None]:
     """Give the sampled tokens back to their rows; a row that has not caught up yet has None."""
+    if len(token_ids) == len(seqs):
+        return list(token_ids)
     tokens = iter(token_ids)
     return [
         next(tokens) if seq.num_computed_tokens + seq.num_scheduled_tokens == seq.num_tokens else None for seq in seqs

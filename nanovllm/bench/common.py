@@ -1,0 +1,231 @@
+"""What the GPU benches share: options, model folders without weights, the clock on a step, the measured bandwidth."""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from nanovllm.hub import default_model_path
+from nanovllm.llm import LLM
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
+    "attention_bias": False, "dtype": "bfloat16", "torch_dtype": "bfloat16",
+}  # fmt: skip
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+PRESETS: dict[str, dict[str, Any]] = {
+    name: {**QWEN3, **dict(zip(SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
+    for name, sizes, tied in (
+        ("qwen3-0.6b", (1024, 3072, 28, 16, 8), True),
+        ("qwen3-1.7b", (2048, 6144, 28, 16, 8), True),
+        ("qwen3-4b", (2560, 9728, 36, 32, 8), True),
+        ("qwen3-8b", (4096, 12288, 36, 32, 8), False),
+    )
+}
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that every bench takes."""
+    options = argparse.ArgumentParser(description=description)
+    which = options.add_mutually_exclusive_group()
+    which.add_argument("--model", help="model folder (default: the default model)")
+    which.add_argument("--random-weights", choices=PRESETS, help="shapes of this model, weights drawn at random")
+    options.add_argument("--backend", default="auto", help="attention backend: auto, flash, triton or torch")
+    options.add_argument("--device", default="auto")
+    options.add_argument("--dtype", default="auto")
+    options.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    options.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    options.add_argument("--no-fuse", action="store_true", help="plain layers instead of the fused kernels")
+    options.add_argument("--label", default="", help="a word for the JSON line")
+    return options
+
+
+@contextmanager
+def model_folder(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The folder to load, and the engine options that go with it; a preset gets a folder for the time of the bench."""
+    if args.random_weights is None:
+        yield args.model or str(default_model_path()), {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(PRESETS[args.random_weights]))
+        write_tokenizer(Path(folder))
+        yield folder, {"load_format": "random", "seed": 0}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of a few words: benches work on token ids, but an engine has a tokenizer."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: index for index, word in enumerate(("<unk>", "<end>", "the", "a"))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+
+
+@contextmanager
+def engine(args: argparse.Namespace, **options: Any) -> Iterator[tuple[LLM, dict[str, Any]]]:
+    """An engine as the command line asks for, and what a reader of the JSON line must know about it."""
+    on_gpu = torch.cuda.is_available() and args.device != "cpu"
+    bandwidth = copy_bandwidth("cuda" if on_gpu else "cpu")
+    with model_folder(args) as (folder, more):
+        started = perf_counter()
+        llm = LLM(
+            folder, attention_backend=args.backend, device=args.device, dtype=args.dtype, tensor_parallel_size=args.tp,
+            enforce_eager=args.eager, compile=False if args.no_fuse else None, **more, **options,
+        )  # fmt: skip
+        with llm:
+            runner = llm.model_runner
+            yield llm, {
+                "model": args.random_weights or Path(folder).name,
+                "device": torch.cuda.get_device_name(runner.device) if on_gpu else "cpu",
+                "dtype": str(runner.dtype).removeprefix("torch."),
+                "backend": runner.attention.name,
+                "tensor_parallel_size": args.tp,
+                "cuda_graphs": runner.graphs is not None,
+                "label": args.label,
+                "construction_s": round(perf_counter() - started, 2),
+                "copy_GBps": round(bandwidth / 1e9, 1),
+                "num_kvcache_blocks": llm.config.num_kvcache_blocks,
+            }
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second that a large copy on the device moves, read and written bytes both counted; best of five."""
+    size = 1 << (31 if device == "cuda" else 28)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(5):
+        synchronize(device)
+        started = perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        times.append(perf_counter() - started)
+    return 2 * size / min(times)
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def step_bytes(llm: LLM, contexts: list[int]) -> int:
+    """Bytes that a decode step must read on each rank: every weight once (of an embedding only its rows), every cached
+    key and value once."""
+    runner = llm.model_runner
+    weights = {id(p): p.numel() * p.element_size() for p in runner.model.parameters()}
+    embedding = runner.model.model.embed_tokens.weight
+    if runner.model.lm_head.weight is not embedding:
+        weights.pop(id(embedding))
+    layers, _, _, _, heads, dim = runner.kv_cache.shape
+    return sum(weights.values()) + sum(contexts) * 2 * layers * heads * dim * runner.kv_cache.element_size()
+
+
+@dataclass
+class StepTimes:
+    """Seconds of one step. `gpu` runs from the moment that the inputs are handed over to the end of sampling."""
+
+    is_prefill: bool
+    rows: int
+    tokens: int
+    read_bytes: int = 0
+    schedule: float = 0.0
+    prepare: float = 0.0
+    gpu: float = 0.0
+    postprocess: float = 0.0
+    wall: float = 0.0
+
+
+@dataclass
+class StepClock:
+    """Times every step of an engine from outside, by wrapping the parts of a step on this one instance."""
+
+    llm: LLM
+    steps: list[StepTimes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        scheduler, runner = self.llm.scheduler, self.llm.model_runner
+        self._on_gpu = runner.device.type == "cuda"
+        if self._on_gpu:
+            self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._parts: dict[str, float] = {}
+        for owner, name in ((scheduler, "schedule"), (runner.builder, "build"), (scheduler, "postprocess")):
+            setattr(owner, name, self._timed(name, getattr(owner, name)))
+        self._run, self._sample, self._step = runner.run, runner.sample, self.llm._step
+        runner.run, runner.sample, self.llm._step = self.run, self.sample, self.step  # type: ignore[method-assign]
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            started = perf_counter()
+            result = function(*args)
+            self._parts[name] = perf_counter() - started
+            return result
+
+        return timed
+
+    def sample(self, *args: Any) -> Any:
+        result = self._sample(*args)
+        if self._on_gpu:
+            self._end.record()
+        return result
+
+    def run(self, arrays: Any) -> Any:
+        started = perf_counter()
+        if self._on_gpu:
+            self._begin.record()
+        result = self._run(arrays)
+        self._parts["gpu"] = perf_counter() - started
+        if self._on_gpu and result:
+            self._parts["gpu"] = self._begin.elapsed_time(self._end) / 1e3
+        return result
+
+    def step(self) -> Any:
+        started = perf_counter()
+        seqs, num_tokens = self._step()
+        wall = perf_counter() - started
+        parts = self._parts
+        self.steps.append(
+            StepTimes(
+                num_tokens > 0, len(seqs), abs(num_tokens), 0, parts.get("schedule", 0.0), parts.get("build", 0.0),
+                parts.get("gpu", 0.0), parts.get("postprocess", 0.0), wall,
+            )  # fmt: skip
+        )
+        return seqs, num_tokens
+
+    def summary(self) -> dict[str, Any]:
+        """Totals in seconds, prefill and decode apart; `host` is what the GPU waited for, and what no part names."""
+        result: dict[str, Any] = {}
+        for phase, steps in (
+            ("prefill", [s for s in self.steps if s.is_prefill]),
+            ("decode", [s for s in self.steps if not s.is_prefill]),
+        ):
+            parts = ("schedule", "prepare", "gpu", "postprocess", "wall")
+            totals = {name: round(sum(getattr(s, name) for s in steps), 4) for name in parts}
+            result[phase] = {"steps": len(steps), "tokens": sum(s.tokens for s in steps), **totals}
+            result[phase]["host"] = round(totals["wall"] - totals["gpu"], 4)
+        return result
+
+
+def medians(steps: list[StepTimes]) -> dict[str, float]:
+    """Median milliseconds of each part over some steps."""
+    names = ("schedule", "prepare", "gpu", "postprocess", "wall")
+    return {f"{name}_ms": round(median(getattr(s, name) for s in steps) * 1e3, 4) for name in names}
+
+
+def report(bench: str, facts: dict[str, Any], **results: Any) -> None:
+    """Results for people, line by line, and then everything on one JSON line."""
+    for name, value in {**facts, **results}.items():
+        if isinstance(value, dict):
+            print(f"  {name}: " + "  ".join(f"{key} {number:,}" for key, number in value.items()))
+        else:
+            print(f"  {name}: {value:,}" if isinstance(value, (int, float)) else f"  {name}: {value}")
+    print(json.dumps({"bench": bench, **facts, **results}), flush=True)

@@ -1,0 +1,51 @@
+"""`nanovllm bench throughput`: many requests of mixed length, all handed over at once (the workload of nano-vllm's bench)."""
+
+from random import Random
+from time import perf_counter
+
+from nanovllm.bench.common import StepClock, engine, parser, report, step_bytes
+from nanovllm.sampling_params import SamplingParams
+
+
+def workload(num_seqs: int, longest: int, vocab: int = 10000) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of 100 to `longest` random ids, then as many outputs of 100 to `longest`, drawn in that order from seed 0."""
+    random = Random(0)
+    prompts = [[random.randint(0, vocab) for _ in range(random.randint(100, longest))] for _ in range(num_seqs)]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=random.randint(100, longest)) for _ in range(num_seqs)
+    ]
+    return prompts, params
+
+
+def main(argv: list[str]) -> None:
+    """Time `generate` on the workload: the first run after construction, and repeats with a warm prefix cache."""
+    options = parser(__doc__ or "")
+    options.add_argument("--num-seqs", type=int, default=256)
+    options.add_argument("--longest", type=int, default=1024, help="longest prompt and longest output")
+    options.add_argument("--runs", type=int, default=1, help="runs after construction, each reported")
+    options.add_argument("--split", action="store_true", help="time the parts of each step too (costs some of the speed)")
+    args = options.parse_args(argv)
+    prompts, params = workload(args.num_seqs, args.longest)
+    with engine(args, max_model_len=4096) as (llm, facts):
+        clock = StepClock(llm) if args.split else None
+        for run in range(1, args.runs + 1):
+            if clock is not None:
+                clock.steps.clear()
+            started = perf_counter()
+            results = llm.generate(prompts, params, use_tqdm=False)
+            seconds = perf_counter() - started
+            tokens = sum(len(result["token_ids"]) for result in results)
+            # Token i of an output reads the prompt and the i tokens before it, and its own.
+            contexts = [
+                len(prompt) + i + 1
+                for prompt, result in zip(prompts, results, strict=True)
+                for i in range(len(result["token_ids"]) - 1)
+            ]
+            steps = max(p.max_tokens for p in params) - 1
+            moved = step_bytes(llm, contexts) + (steps - 1) * step_bytes(llm, [])
+            report(
+                "throughput", facts, run=run, seconds=round(seconds, 3), output_tokens=tokens,
+                output_tok_per_s=round(tokens / seconds), decode_bytes_GB=round(moved / 1e9, 1),
+                bandwidth_share=round(moved / seconds / 1e9 / facts["copy_GBps"], 3),
+                **(clock.summary() if clock is not None else {}),
+            )  # fmt: skip
