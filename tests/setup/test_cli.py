@@ -1,0 +1,127 @@
+"""The command line: picks a command, turns errors into a line and an exit status, loads no more than it needs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanovllm import cli, demo, model_command
+from nanovllm.errors import DownloadError, ModelNotFoundError
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_without_a_command_it_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^  {command} ", shown, re.M) for command in ("demo", "doctor", "model", "check", "bench"))
+    assert cli.main(["--help"]) == 0 and capsys.readouterr().out == shown
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["dmeo"]) == 2
+    assert "no command 'dmeo'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_every_command_has_help(command: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "nanovllm", command, "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0 and f"nanovllm {command}" in result.stdout, result.stderr
+
+
+def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*arguments: object, **options: object) -> Path:
+        raise DownloadError("this machine is offline; check the cable")
+
+    monkeypatch.setattr(model_command.hub, "ensure_default_model", offline)
+    assert cli.main(["model", "get"]) == 1
+    assert capsys.readouterr().err == "nanovllm model: this machine is offline; check the cable\n"
+
+
+def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model_command, "show_models", interrupted)
+    assert cli.main(["model", "list"]) == 130
+    assert capsys.readouterr().err == "nanovllm model: interrupted\n"
+
+
+def test_model_list(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
+    assert cli.main(["model", "list"]) == 0
+    assert "fetch the default one with: nanovllm model get" in capsys.readouterr().out
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "Tiny").symlink_to(tiny_model_dir)
+    assert cli.main(["model", "list"]) == 0
+    line = capsys.readouterr().out
+    assert re.match(r"Qwen/Tiny +Qwen3ForCausalLM +\d+ MB +/", line) and line.count("\n") == 1
+
+
+def test_model_list_loads_no_torch() -> None:
+    code = (
+        "import sys\nfrom nanovllm.cli import main\nmain(['model', 'list'])\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_demo_answers_eight_questions(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path) -> None:
+    assert cli.main(["demo", "--model", str(tiny_model_dir), "--max-tokens", "6", "--seed", "1"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\n> ") == 8 == len(demo.QUESTIONS)
+    summary = captured.out.strip().splitlines()[-1]
+    found = re.fullmatch(
+        r"(\d+) tokens in [\d.]+ s: [\d,]+ tok/s, (\d+) steps; "
+        r"prefix cache: ([\d,]+) of ([\d,]+) prompt tokens; preemptions: 0",
+        summary,
+    )
+    assert found and 8 <= int(found[1]) <= 48 and 6 <= int(found[2]) <= 14
+    assert "Prefill=" in captured.err and "Decode=" in captured.err
+
+
+def test_the_demo_counts_preemptions_and_hits(capsys: pytest.CaptureFixture[str], tiny_model_dir: Path) -> None:
+    options = {"attention_backend": "torch", "kvcache_block_size": 4, "num_kvcache_blocks": 40, "device": "cpu"}
+    with LLM(str(tiny_model_dir), seed=0, **options) as llm:
+        demo.run(llm, SamplingParams(temperature=1e-6, max_tokens=40, ignore_eos=True))
+    summary = capsys.readouterr().out.strip().splitlines()[-1]
+    assert int(summary.rpartition(": ")[2]) > 0
+    hits = re.search(r"prefix cache: ([\d,]+) of", summary)
+    assert hits and int(hits[1]) > 0
+
+
+def test_demo_with_a_model_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--model", "Qwen/No-Such-Model"]) == 1
+    assert "nanovllm model get Qwen/No-Such-Model" in capsys.readouterr().err
+
+
+def test_example_runs_unedited(tiny_model_dir: Path) -> None:
+    """On a given folder; its own default is the default model."""
+    command = [sys.executable, str(ROOT / "example.py"), str(tiny_model_dir)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+def test_example_has_the_values_of_the_course() -> None:
+    source = (ROOT / "example.py").read_text(encoding="utf-8")
+    for line in (
+        "llm = LLM(path, enforce_eager=True, tensor_parallel_size=1)",
+        "sampling_params = SamplingParams(temperature=0.6, max_tokens=256)",
+        "outputs = llm.generate(prompts, sampling_params)",
+        'print(outputs[0]["text"])',
+    ):
+        assert line in source
+
+
+def test_a_missing_folder_names_the_command() -> None:
+    with pytest.raises(ModelNotFoundError, match="nanovllm model get Qwen/Qwen3-0.6B"):
+        LLM("Qwen/Qwen3-0.6B")
