@@ -80,8 +80,8 @@ def cache_full_blocks(self: BlockManager, seq: Sequence, num_tokens: int) -> Non
 
     To make a block findable, set its `.hash` (`self.block_hash(seq, index)` chains `hash_block` for you) and
     `.token_ids`, enter it in `self.hash_to_block_id`, and report it to the live views through `self._log`: its kind
-    (`BlockEventKind.CACHE`), the block, and the seq_id. Where the same content is findable in another block already, that one stays the one to find, and this block stays
-    as it is. Does nothing unless `self.enable_prefix_caching`.
+    (`BlockEventKind.CACHE`), the block, and the seq_id. Where the same content is findable in another block already,
+    that one stays the one to find, and this block stays as it is. Does nothing unless `self.enable_prefix_caching`.
     """
     # --- your code (4.3) ---
     raise ExerciseTodo("4.3")
@@ -120,9 +120,9 @@ def can_allocate(self: BlockManager, seq: Sequence) -> bool:
 def allocate(self: BlockManager, seq: Sequence) -> int:
     """Exercise 4.4, part two. Give a waiting sequence its blocks: found ones first, then free ones.
 
-    Called only after `can_allocate` said yes. The pool has `touch(block_id, seq_id)` for a found block (one more holder)
-    and `take_free_block(seq_id)` for a new one (it returns the id of the block at the front of the free queue). A found
-    block may lie in the free queue: take care that it is not given away on the way.
+    Called only after `can_allocate` said yes. The pool has `touch(block_id, seq_id)` for a found block (one more
+    holder) and `take_free_block(seq_id)` for a new one (it returns the id of the block at the front of the free
+    queue). A found block may lie in the free queue: take care that it is not given away on the way.
 
     Sets `seq.block_table` (a tuple), `seq.num_hashed_blocks` (blocks that are findable already: the hits) and
     `seq.num_computed_tokens` (tokens that need not be computed). Returns the number of those tokens.
@@ -222,5 +222,5 @@ def take_free_block(self: BlockManager, seq_id: int) -> int:
     # --- your code (4.7) ---
     raise ExerciseTodo("4.7")
     # --- end ---
-    self._log(BlockEventKind.ALLOCATE, block, seq_id)
+    self._log(BlockEventKind.ALLOCATE, self.blocks[block_id], seq_id)
     return block_id

@@ -11,12 +11,19 @@ from importlib import import_module
 from nanovllm import __version__
 from nanovllm.errors import NanoVLLMError
 
-# command -> (module that has `main(argv) -> int | None`, what it does)
+# command -> (module that has `main(argv) -> int | None`, or module:function, what it does)
 COMMANDS = {
     "demo": ("nanovllm.demo", "answer eight questions in one batch"),
     "doctor": ("nanovllm.diagnosis", "what this machine has, and what will and will not run on it"),
     "model": ("nanovllm.model_command", "get NAME: fetch a model; list: those that are here"),
-    "check": ("nanovllm.workbook.cli", "grade exercises: all, a chapter or one"),
+    "check": ("nanovllm.workbook.cli:check_command", "grade exercises: all, a chapter (4) or one (4.2)"),
+    "hint": ("nanovllm.workbook.cli:hint_command", "the next hint of an exercise"),
+    "reveal": ("nanovllm.workbook.cli:reveal_command", "the answer of an exercise, as a diff with yours"),
+    "reset": ("nanovllm.workbook.cli:reset_command", "put the stub of an exercise back"),
+    "solve": ("nanovllm.workbook.cli:solve_command", "put the authored answer into your file"),
+    "progress": ("nanovllm.workbook.cli:progress_command", "every exercise with its last result"),
+    "quiz": ("nanovllm.workbook.cli:quiz_command", "the quiz of a chapter"),
+    "grade": ("nanovllm.workbook.cli:grade_command", "for teachers: points as JSON or JUnit, a class as CSV"),
     "bench": ("nanovllm.bench", "measure the engine"),
 }
 
@@ -41,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"nanovllm: there is no command {command!r}\n{usage()}", file=sys.stderr)
         return 2
     try:
-        run: Callable[[list[str]], int | None] = import_module(COMMANDS[command][0]).main
+        module, _, function = COMMANDS[command][0].partition(":")
+        run: Callable[[list[str]], int | None] = getattr(import_module(module), function or "main")
         return run(rest) or 0
     except NanoVLLMError as error:
         print(f"nanovllm {command}: {error}", file=sys.stderr)

@@ -145,12 +145,14 @@ class Answer:
         before = copy.deepcopy((args, options))
         result = self.objects[name](*args, **options)
         if difference([*args, *options.values()], [*before[0], *before[1].values()]) is not None:
-            self.reject(f"afterwards the arguments are {show(args)}", "arguments unchanged", "It may not change its inputs.")
+            seen = f"afterwards the arguments are {show(args)}"
+            self.reject(seen, "arguments unchanged", "It may not change its inputs.")
         return result
 
     def build(
-        self, cls: type, *args: Any, label: str | None = None, replaced: Mapping[str, Any] | None = None, **options: Any
-    ) -> Any:
+        self, cls: type[Any], *args: Any, label: str | None = None, replaced: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
         """An object of the engine's class `cls` with the answer in place of its seams; its calls are recorded.
 
         replaced: further seams to replace, for this object alone (a hash that always collides, say).
@@ -299,5 +301,5 @@ def _load(spec: str, name: str) -> Any:
     except AttributeError as error:
         if error.name != name:
             raise
-        raise Rejected([f"from {path.rpartition('/')[2]} import {name}"], f"no {name!r} in the file",
-                       f"a definition of {name!r}", "The names that the exercise gives must stay.") from None  # fmt: skip
+        story, rule = [f"loading {path.rpartition('/')[2]}"], "The names that the exercise gives must stay."
+        raise Rejected(story, f"no {name!r} in the file", f"a definition of {name!r}", rule) from None

@@ -87,12 +87,22 @@ def definition_span(text: str, name: str) -> tuple[int, int] | None:
     for node in reversed(body):  # the last definition is the one that counts at run time
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            return first - 1, node.end_lineno or node.lineno
+            return first - 1, _with_comments(text.splitlines(), node.end_lineno or node.lineno)
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                 return node.lineno - 1, node.end_lineno or node.lineno
     return None
+
+
+def _with_comments(lines: list[str], stop: int) -> int:
+    """`stop` moved behind the indented comments that follow a definition (the parser does not see them)."""
+    for number in range(stop, len(lines)):
+        line = lines[number]
+        if line.strip() and not (line[0] in " \t" and line.lstrip().startswith("#")):
+            break
+        stop = number + 1 if line.strip() else stop
+    return stop
 
 
 def _span_by_lines(lines: list[str], name: str) -> tuple[int, int] | None:

@@ -22,6 +22,8 @@ def test_contract__what_is_left_behind(answer: Answer) -> None:
     """A freed sequence holds nothing and keeps its tokens; a taken block has one holder and is not in the queue."""
     pool = setup(answer)
     a = admit(answer, pool, "A", [1, 2, 3, 4, 5])
+    a.num_computed_tokens = 5
+    answer.note("A.num_computed_tokens = 5")
     answer.equal(pool.free(a), None, "free returns nothing.")
     answer.equal((a.block_table, a.num_hashed_blocks, a.num_computed_tokens), ((), 0, 0))
     answer.equal(a.token_ids, [1, 2, 3, 4, 5])

@@ -1,4 +1,4 @@
-"""A slow pool of KV blocks, for the graders of chapter 4: lists of names and whole prefixes, no counts and no hashes."""
+"""A slow pool of KV blocks for the graders of chapter 4: lists of names and whole prefixes, no counts, no hashes."""
 
 from collections import Counter
 from typing import Any
@@ -58,7 +58,7 @@ class SlowPool:
         self.tables[name].append(block)
 
     def cache(self, name: str, tokens: list[int], num_tokens: int) -> None:
-        """Make the full blocks among the first `num_tokens` tokens findable; the first block with a content keeps it."""
+        """Make the full blocks among the first `num_tokens` tokens findable; the first with a content stays it."""
         end, index = self.block_size, 0
         while end <= num_tokens:
             block = self.tables[name][index]
@@ -86,21 +86,19 @@ def make_sequence(answer: Answer, label: str, tokens: list[int], block_size: int
 def compare(answer: Answer, pool: Any, slow: SlowPool, seqs: dict[str, Any]) -> None:
     """Reject the answer where the pool differs from the slow one."""
     for name, seq in seqs.items():
-        answer.equal(
-            seq.block_table, tuple(slow.tables.get(name, ())), f"{name}'s block table: found blocks first, then free ones "
-            "from the front of the queue; empty once it is freed."
-        )  # fmt: skip
+        rule = f"{name}'s block table: found blocks first, then free ones from the front of the queue."
+        answer.equal(seq.block_table, tuple(slow.tables[name]), rule)
     counts = [block.ref_count for block in pool.blocks]
     answer.equal(counts, [len(names) for names in slow.holders], "ref_count of a block = the tables that hold it.")
-    answer.equal(
-        list(pool.free_block_ids), slow.queue, "The free queue: every block that nobody holds; findable ones join at "
-        "the end, others at the front, a sequence's tail before its beginning."
-    )  # fmt: skip
+    rule = (
+        "The free queue: every block that nobody holds; findable ones join at the end, others at the front, a "
+        "sequence's tail before its beginning."
+    )
+    answer.equal(list(pool.free_block_ids), slow.queue, rule)
     findable = [block.block_id for block in pool.blocks if block.hash is not None]
-    answer.equal(
-        findable, [block for block, content in enumerate(slow.content) if content is not None], "Findable is what is "
-        "full, was announced, and was not given away since; the same content only once."
-    )  # fmt: skip
+    expected = [block for block, content in enumerate(slow.content) if content is not None]
+    rule = "Findable is what is full, was announced, and was not given away since; the same content only once."
+    answer.equal(findable, expected, rule)
 
 
 def faults(pool: BlockManager, seqs: list[Sequence]) -> str | None:
@@ -131,7 +129,7 @@ def whole(answer: Answer, pool: Any, seqs: dict[str, Any]) -> None:
     answer.require(found is None, found or "", "a pool in which every count is right")
 
 
-def random_workload(answer: Answer, num_steps: int = 25, check: bool = True) -> None:
+def random_workload(answer: Answer, num_steps: int = 25) -> None:
     """Admit, grow, announce and free sequences at random on the answer's pool and the slow one, comparing after each.
 
     Few token values and few prefixes, so that sequences often begin alike; sizes that do not divide each other.
@@ -146,7 +144,8 @@ def random_workload(answer: Answer, num_steps: int = 25, check: bool = True) -> 
         act = rng.choice(["admit", "admit", "grow", "announce", "free"])
         if act == "admit":
             stem = rng.choice(stems)
-            tokens = stem[: rng.randint(1, len(stem))] + [rng.randint(1, 3) for _ in range(rng.randint(0, block_size + 1))]
+            tail = [rng.randint(1, 3) for _ in range(rng.randint(0, block_size + 1))]
+            tokens = stem[: rng.randint(1, len(stem))] + tail
             name, serial = f"s{serial}", serial + 1
             seq = make_sequence(answer, name, tokens, block_size, serial)
             fits = slow.can_allocate(tokens)

@@ -1,0 +1,128 @@
+"""The workbook on the command line: `nanovllm check 4`, `nanovllm hint 4.2`, `nanovllm grade --class folder` …"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from nanovllm.workbook.checking import check
+from nanovllm.workbook.classroom import ClassOptions, grade, grade_class
+from nanovllm.workbook.helping import hint, progress, reset, reveal, solve
+from nanovllm.workbook.quizzes import answer, quiz
+
+
+def check_command(argv: list[str]) -> int:
+    """Grade exercises: all, a chapter ("4") or one ("4.2"). Exit 1 while anything asked for is not passed."""
+    parser = argparse.ArgumentParser(prog="nanovllm check", description=check_command.__doc__)
+    parser.add_argument("exercises", nargs="*", metavar="4 or 4.2", help="default: everything")
+    parser.add_argument("--target", choices=("exercises", "solutions", "engine"), default="exercises")
+    parser.add_argument("--chain", action="store_true", help="build on your own earlier answers")
+    args = parser.parse_args(argv)
+    result = check(*args.exercises, target=args.target, chain=args.chain)
+    print(result)
+    return 0 if result.passed else 1
+
+
+def hint_command(argv: list[str]) -> int:
+    """The next hint of an exercise; the first one answers the test that failed in your last check."""
+    parser = argparse.ArgumentParser(prog="nanovllm hint", description=hint_command.__doc__)
+    parser.add_argument("exercise", metavar="4.2")
+    parser.add_argument("--level", type=int, choices=(1, 2, 3, 4))
+    args = parser.parse_args(argv)
+    print(hint(args.exercise, args.level))
+    return 0
+
+
+def reveal_command(argv: list[str]) -> int:
+    """The answer of an exercise as a diff with your file."""
+    parser = argparse.ArgumentParser(prog="nanovllm reveal", description=reveal_command.__doc__)
+    parser.add_argument("exercise", metavar="4.2")
+    parser.add_argument("--sure", action="store_true", help="do not ask, even if the exercise is not solved")
+    args = parser.parse_args(argv)
+    print(reveal(args.exercise, sure=args.sure))
+    return 0
+
+
+def reset_command(argv: list[str]) -> int:
+    """Put stubs back; a copy of your file is kept."""
+    parser = argparse.ArgumentParser(prog="nanovllm reset", description=reset_command.__doc__)
+    parser.add_argument("exercises", nargs="+", metavar="4 or 4.2")
+    print(reset(*parser.parse_args(argv).exercises))
+    return 0
+
+
+def solve_command(argv: list[str]) -> int:
+    """Put the authored answers into your file; a copy of your file is kept."""
+    parser = argparse.ArgumentParser(prog="nanovllm solve", description=solve_command.__doc__)
+    parser.add_argument("exercises", nargs="+", metavar="4 or 4.2")
+    print(solve(*parser.parse_args(argv).exercises))
+    return 0
+
+
+def progress_command(argv: list[str]) -> int:
+    """Every exercise with its last result."""
+    argparse.ArgumentParser(prog="nanovllm progress", description=progress_command.__doc__).parse_args(argv)
+    print(progress())
+    return 0
+
+
+def quiz_command(argv: list[str]) -> int:
+    """The quiz of a chapter; with a number and an answer, whether the answer is right."""
+    parser = argparse.ArgumentParser(prog="nanovllm quiz", description=quiz_command.__doc__)
+    parser.add_argument("chapter", metavar="4")
+    parser.add_argument("number", nargs="?", type=int, help="of the question")
+    parser.add_argument("answer", nargs="*")
+    args = parser.parse_args(argv)
+    print(answer(args.chapter, args.number, " ".join(args.answer)) if args.number else quiz(args.chapter))
+    return 0
+
+
+def grade_command(argv: list[str]) -> int:
+    """For teachers. One tree: points as text or JSON, JUnit beside it. A class: one folder a student, a CSV out.
+
+    Students' code runs with your rights: this is no sandbox, so grade in a container or under an account of its own.
+    """
+    parser = argparse.ArgumentParser(prog="nanovllm grade", description=grade_command.__doc__)
+    parser.add_argument("exercises", nargs="*", metavar="4 or 4.2", help="default: everything")
+    parser.add_argument("--answers", metavar="DIR", help="folder with the chNN_*.py files (default: exercises/)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--junit", metavar="FILE", help="write a JUnit file as well")
+    parser.add_argument("--chain", action="store_true", help="exercises build on the student's own earlier answers")
+    parser.add_argument("--seed", type=int, default=0, help="of the random cases")
+    parser.add_argument("--class", dest="students", metavar="DIR", help="class mode: one folder per student in DIR")
+    parser.add_argument("--csv", metavar="FILE", default="grades.csv", help="class mode: where the rows go")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="class mode: at a time")
+    parser.add_argument("--resume", action="store_true", help="class mode: keep the rows that the CSV holds already")
+    parser.add_argument("--seconds", type=float, default=60.0, help="class mode: limit per student and exercise")
+    parser.add_argument("--memory-mb", type=int, default=4096, help="class mode: limit per student and exercise")
+    args = parser.parse_args(argv)
+    if args.students:
+        options = ClassOptions(args.chain, args.seed, max(1, args.jobs), args.seconds, args.memory_mb)
+        count = grade_class(Path(args.students), Path(args.csv), tuple(args.exercises), options, args.resume)
+        print(f"{count} rows graded into {args.csv}")
+        return 0
+    result = grade(*args.exercises, answers=args.answers, seed=args.seed, chain=args.chain, junit=args.junit)
+    table = result.pop("table")
+    print(json.dumps(result, indent=1) if args.json else table)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "check": check_command,
+    "hint": hint_command,
+    "reveal": reveal_command,
+    "reset": reset_command,
+    "solve": solve_command,
+    "progress": progress_command,
+    "quiz": quiz_command,
+    "grade": grade_command,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`nanovllm check …`. The other commands: ``main(["hint", "4.2"])``; `check` may be left out."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = COMMANDS.get(arguments[0]) if arguments else None
+    return command(arguments[1:]) if command else check_command(arguments)

@@ -1,0 +1,270 @@
+"""What a notebook page is built from: shown source, predictions, exercise cards and tables.
+
+Everything here returns something that shows itself (or, for `predict`, shows it at once), with a text twin, and works
+when nobody is there to answer. It knows the catalogue and the package's source files; it never runs the engine.
+"""
+
+import ast
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from html import escape
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import nanovllm
+from nanovllm.errors import NanoVLLMError
+from nanovllm.workbook.catalogue import Exercise, Workbook
+from nanovllm.workbook.sources import definition, stub_text
+
+PACKAGE = Path(nanovllm.__file__).parent
+BLUE, AMBER = "#2b66a8", "#c98a12"
+CLOSE = 0.1  # a guessed number within a tenth of the truth is a good guess
+
+
+class Shown:
+    """A piece of a page: one rich form and the same in plain text. `origin` travels as metadata of the output."""
+
+    def __init__(self, mime: str, rich: str, text: str, origin: dict[str, str] | None = None) -> None:
+        self.mime, self.rich, self.text, self.origin = mime, rich, text, origin
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        bundle = {"text/plain": self.text, self.mime: self.rich}
+        return (bundle, {"nanovllm": self.origin}) if self.origin else bundle
+
+
+def card(title: str, body: str, accent: str = BLUE) -> str:
+    """A box in the colours of the page around it (light or dark). `body` is HTML."""
+    style = f"border-left:4px solid {accent};background:{accent}1a;padding:0.6em 1em;margin:0.3em 0"
+    return f'<div style="{style}"><strong>{escape(title)}</strong><br>{body}</div>'
+
+
+def _show(piece: Shown) -> None:
+    """Display at once: in a notebook through IPython, elsewhere as text."""
+    try:
+        from IPython.core.getipython import get_ipython
+        from IPython.display import display
+    except ImportError:
+        print(piece)
+        return
+    if get_ipython() is None:  # type: ignore[no-untyped-call]
+        print(piece)
+    else:
+        display(piece)  # type: ignore[no-untyped-call]
+
+
+# -- predict, then run
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A question and what the reader thinks; `compare` puts it beside what happened."""
+
+    question: str
+    my_answer: Any
+    options: Mapping[str, str]
+
+    def compare(self, actual: Any) -> Shown:
+        """The reader's answer beside the actual one. For a choice, `actual` is the letter of the right option."""
+        mine = "no guess this time" if self.my_answer is None else self._words(self.my_answer)
+        verdict = self.verdict(actual)
+        rows = [("you said", mine), ("it is", self._words(actual))]
+        body = "<br>".join(f"{escape(name)}: <strong>{escape(value)}</strong>" for name, value in rows)
+        rich = card(f"{self.question}", f"{body}<br>{escape(verdict)}" if verdict else body, AMBER)
+        text = [self.question, *(f"  {name}: {value}" for name, value in rows), f"  {verdict}" if verdict else ""]
+        return Shown("text/html", rich, "\n".join(filter(None, text)))
+
+    def verdict(self, actual: Any) -> str:
+        """One short remark; "" where nobody guessed."""
+        mine = self.my_answer
+        if mine is None:
+            return ""
+        if isinstance(mine, str) and isinstance(actual, str):
+            return "Right." if mine.strip().lower() == actual.strip().lower() else "Not this time: find out why below."
+        if mine == actual:
+            return "Spot on."
+        if isinstance(mine, Real) and isinstance(actual, Real) and abs(mine - actual) <= CLOSE * abs(actual):
+            return "Close."
+        return "Not this time: find out why below."
+
+    def _words(self, answer: Any) -> str:
+        if isinstance(answer, str) and answer.strip().lower() in self.options:
+            letter = answer.strip().lower()
+            return f"{letter}) {self.options[letter]}"
+        if isinstance(answer, int) and not isinstance(answer, bool):
+            return f"{answer:,}"
+        return f"{answer:.3g}" if isinstance(answer, float) else str(answer)
+
+
+def predict(question: str, my_answer: Any = None, **options: str) -> Prediction:
+    """Ask before running. `my_answer` is the reader's guess (None: none yet); `a="…", b="…"` make it a choice.
+
+    Shows the question at once, and returns the prediction: call its `compare(actual)` behind the cell that finds out.
+    """
+    lines = [f"{letter}) {text}" for letter, text in options.items()]
+    how = "Put your answer in the place of None and run this cell again. Or go on and be surprised."
+    if my_answer is not None:
+        how = "Noted. Now run on."
+    prediction = Prediction(question, my_answer, options)
+    body = "".join(f"{escape(line)}<br>" for line in (question, *lines)) + f"<em>{escape(how)}</em>"
+    _show(Shown("text/html", card("Predict, then run", body), "\n".join((question, *lines, how))))
+    return prediction
+
+
+# -- source, shown live
+
+
+def find_definition(symbol: str) -> tuple[Path, ast.AST, str]:
+    """The file, the node and the source of "Class", "function" or "Class.method", looked up in the installed package.
+
+    A name that stands in several files needs a path in front: "layers/sampler.py:Sampler". Raises NanoVLLMError.
+    """
+    where, _, name = symbol.rpartition(":")
+    outer, _, inner = name.partition(".")
+    files = [PACKAGE / where] if where else sorted(PACKAGE.rglob("*.py"))
+    found = []
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        if outer in text:
+            node: ast.AST | None = _named(ast.parse(text).body, outer)
+            if inner and isinstance(node, ast.ClassDef):
+                node = _named(node.body, inner)
+            elif inner:
+                node = None
+            if node is not None:
+                found.append((path, node, _lines_of(text, node)))
+    if not found:
+        raise NanoVLLMError(f"nothing is called {symbol!r} in the package")
+    if len(found) > 1:
+        places = ", ".join(f"'{path.relative_to(PACKAGE).as_posix()}:{name}'" for path, _, _ in found)
+        raise NanoVLLMError(f"{name!r} stands in several files; say which one: {places}")
+    return found[0]
+
+
+def _named(body: Iterable[ast.stmt], name: str) -> ast.stmt | None:
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            return node
+        targets: list[ast.expr] = []
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return node
+    return None
+
+
+def _lines_of(text: str, node: ast.AST) -> str:
+    decorators = getattr(node, "decorator_list", [])
+    first = min(n.lineno for n in (node, *decorators))  # type: ignore[attr-defined]
+    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))  # type: ignore[attr-defined]
+
+
+def _without_docstring(source: str) -> str:
+    node = ast.parse(source).body[0]
+    assert isinstance(node, (ast.FunctionDef, ast.ClassDef)), "only functions and classes have a docstring"
+    first = node.body[0]
+    if ast.get_docstring(node) is None or len(node.body) == 1:
+        return source
+    lines = source.splitlines()
+    del lines[first.lineno - 1 : first.end_lineno]
+    while not lines[first.lineno - 1].strip():
+        del lines[first.lineno - 1]
+    return "\n".join(lines)
+
+
+def source_text(symbol: str, doc: bool = True) -> tuple[str, str]:
+    """Path below the repository and source of a symbol. doc=False leaves its docstring out."""
+    path, node, source = find_definition(symbol)
+    if not doc and isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        source = _without_docstring(source)
+    return f"{PACKAGE.name}/{path.relative_to(PACKAGE).as_posix()}", source
+
+
+def fingerprint(text: str) -> str:
+    """A short hash by which shown source is compared with the source of today."""
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def show_source(*symbols: str, doc: bool = True) -> Shown:
+    """The installed source of "Class.method", "Class" or "function", as it is now. doc=False: without docstrings."""
+    rich, text, origin = [], [], {}
+    for symbol in symbols:
+        path, source = source_text(symbol, doc)
+        name = symbol.rpartition(":")[2]
+        rich.append(f"**`{name}`** in [{path}](../{path})\n\n```python\n{source}\n```\n")
+        text.append(f"# {name} in {path}\n{source}\n")
+        origin[symbol if doc else f"{symbol} without docstring"] = fingerprint(source)
+    return Shown("text/markdown", "\n".join(rich), "\n".join(text), origin)
+
+
+# -- exercises
+
+
+def exercise_card(exercise_id: str, workbook: Workbook | None = None) -> Shown:
+    """An exercise as the catalogue and its stub describe it: the task, where to write, how to check."""
+    workbook = workbook or Workbook.find()
+    exercise = workbook.exercise(exercise_id)
+    stars = "●" * exercise.difficulty + "○" * (5 - exercise.difficulty)
+    facts = [f"{exercise.minutes} minutes", f"difficulty {stars}", f"{exercise.total_points} points"]
+    seams = list(dict.fromkeys(exercise.seams.values()))
+    place = f"Takes the place of {' and '.join(f'`{seam}`' for seam in seams)} in the engine."
+    file = f"exercises/{exercise.file}"
+    code = "\n\n\n".join(task_source(workbook, exercise))
+    head = f"Exercise {exercise.id}: {exercise.title}"
+    rich = f"**{head}**\n\n{' · '.join(facts)} · write it in [{file}](../{file})\n\n{place}\n\n```python\n{code}\n```\n"
+    text = f"{head}\n{' · '.join(facts)} · write it in {file}\n{place.replace('`', '')}\n\n{code}\n"
+    return Shown("text/markdown", rich, text)
+
+
+def task_source(workbook: Workbook, exercise: Exercise) -> Iterator[str]:
+    """What the stub gives for each object of an exercise; a function ends where the answer begins.
+
+    Made from the authored file, so that a page shows the task and never somebody's answer.
+    """
+    stub = stub_text((workbook.solutions / exercise.file).read_text(encoding="utf-8"))
+    for name in exercise.objects:
+        source = (definition(stub, name) or "").rstrip()
+        node = ast.parse(source).body[0] if source else None
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            source = "\n".join(source.splitlines()[: node.body[0].end_lineno]) + "\n    ..."
+        yield source
+
+
+# -- tables
+
+
+def table(headers: SequenceOf[str], rows: Iterable[SequenceOf[Any]], caption: str = "") -> Shown:
+    """A table with numbers to the right and words to the left."""
+    rows = [list(row) for row in rows]
+    cells = [[_cell(value) for value in row] for row in rows]
+    right = [bool(rows) and all(isinstance(row[i], Real) for row in rows) for i in range(len(headers))]
+    widths = [max(len(line[i]) for line in (headers, *cells)) for i in range(len(headers))]
+    pad = partial(_padded, widths=widths, right=right)
+    text = "\n".join([*([caption] if caption else []), pad(headers), *(pad(line) for line in cells)])
+    align = ["right" if is_right else "left" for is_right in right]
+    html = "".join(_html_row(tag, line, align) for tag, line in (("th", headers), *(("td", line) for line in cells)))
+    top = f'<caption style="text-align:left;font-weight:700">{escape(caption)}</caption>' if caption else ""
+    return Shown("text/html", f"<table>{top}{html}</table>", text)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _padded(line: SequenceOf[str], widths: list[int], right: list[bool]) -> str:
+    parts = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True))
+    return "  ".join(parts).rstrip()
+
+
+def _html_row(tag: str, line: SequenceOf[str], align: list[str]) -> str:
+    cells = [f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for cell, side in zip(line, align, strict=True)]
+    return f"<tr>{''.join(cells)}</tr>"

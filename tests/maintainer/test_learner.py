@@ -1,0 +1,317 @@
+"""What a learner does, on a copy of the workbook: check, hint, reveal, reset, use, quiz, pytest, class mode."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.parts import Parts, activate, active_parts
+from nanovllm.workbook import (
+    Workbook,
+    WorkbookError,
+    answer,
+    check,
+    grade,
+    hint,
+    progress,
+    quiz,
+    reset,
+    reveal,
+    solve,
+    use,
+)  # fmt: skip
+from nanovllm.workbook.checking import pytest_environment
+from nanovllm.workbook.cli import main
+from nanovllm.workbook.generate import stubs
+from nanovllm.workbook.outcomes import FAILED, PASSED, TODO
+
+ROOT = Workbook.find().root
+WRONG_BLOCKS = "    return num_tokens // block_size + 1\n"
+
+
+@pytest.fixture
+def workbook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbook]:
+    """A copy of the workbook with nothing solved; the workbook's functions work on it."""
+    for folder in ("solutions", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "maintainer"))
+    copy = Workbook(tmp_path.resolve(), tmp_path.resolve() / "exercises")
+    copy.answers.mkdir()
+    for path, text in stubs(copy).items():
+        path.write_text(text, encoding="utf-8")
+    monkeypatch.setenv("NANOVLLM_WORKBOOK", str(tmp_path))
+    before = activate(Parts())
+    yield copy
+    activate(before)
+
+
+def write(workbook: Workbook, exercise_id: str, code: str) -> Path:
+    """Put `code` where the first raise of an exercise stands."""
+    path = workbook.answers / workbook.exercise(exercise_id).file
+    stub = f'    raise ExerciseTodo("{exercise_id}")\n'
+    text = path.read_text(encoding="utf-8")
+    assert stub in text
+    path.write_text(text.replace(stub, code, 1), encoding="utf-8")
+    return path
+
+
+def run_pytest(workbook: Workbook, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """pytest as a learner runs it, in the copy."""
+    config = workbook.root / "pytest.ini"
+    config.write_text(
+        "[pytest]\naddopts = --import-mode=importlib -p nanovllm.workbook.pytest_plugin --noconftest\n"
+        "testpaths = tests/ch*\n"
+    )
+    environment = {**os.environ, **pytest_environment(workbook), "NANOVLLM_WORKBOOK": str(workbook.root)}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments], cwd=workbook.root, capture_output=True, text=True, env=environment
+    )
+
+
+def test_four_outcomes_on_the_command_line(workbook: Workbook) -> None:
+    solve("4.1")
+    write(workbook, "4.2", "    return []\n")
+    out = workbook.root / "out.json"
+    done = run_pytest(workbook, "--ch", "4", f"--grade-json={out}", "--junitxml=junit.xml")
+    assert done.returncode == 1
+    assert "target exercises" in done.stdout
+    found = {entry["exercise_id"]: entry for entry in json.loads(out.read_text())}
+    assert (found["4.1"]["state"], found["4.1"]["points"]) == (PASSED, found["4.1"]["total_points"])
+    assert (found["4.2"]["state"], found["4.2"]["points"]) == (FAILED, 0)
+    assert (found["4.3"]["state"], found["4.3"]["points"]) == (TODO, 0)
+    assert "Traceback" not in done.stdout
+    shown = done.stdout.split("FAILURES")[1].split("= exercises")[0]
+    assert len(shown.strip().splitlines()) <= 17, "one failure of at most 15 lines, with its headings"
+    assert "TODO" in done.stdout and "failed" in done.stdout
+    assert 'tests="' in (workbook.root / "junit.xml").read_text()
+
+
+def test_selection_and_targets(workbook: Workbook) -> None:
+    assert run_pytest(workbook, "--ex", "4.1", "--target", "solutions").returncode == 0
+    done = run_pytest(workbook, "--ex", "4.1", "--target", "engine", "-v")
+    assert done.returncode == 0 and "4.2" not in done.stdout
+    assert run_pytest(workbook, "tests/ch04/test_ex4_1_blocks_needed.py").returncode == 1, "nothing is solved yet"
+    assert run_pytest(workbook, "--ex", "9.9").returncode not in (0, 1)
+
+
+def test_check_judges_the_file_as_it_is_now(workbook: Workbook) -> None:
+    assert check("4.1").results[0].state == TODO
+    path = write(workbook, "4.1", WRONG_BLOCKS)
+    result = check("4.1")
+    assert result.results[0].state == FAILED and not result.passed
+    assert "blocks_needed(" in result.text and "expected  2" in result.text
+    assert "<table" in result._repr_html_() and repr(result) == result.text
+    path.write_text(path.read_text().replace(WRONG_BLOCKS, "    return -(-num_tokens // block_size)\n"))
+    assert check(4.1).passed
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "said"),
+    [
+        ("def blocks_needed(:\n", FAILED, "SyntaxError"),
+        ("import no_such_module_at_all\n", FAILED, "no_such_module_at_all"),
+        ("x = 1\n", FAILED, "no 'blocks_needed' in the file"),
+        (None, TODO, ""),
+    ],
+)
+def test_damaged_files(workbook: Workbook, text: str | None, state: str, said: str) -> None:
+    path = workbook.answers / workbook.exercise("4.1").file
+    path.unlink() if text is None else path.write_text(text)
+    result = check("4.1")
+    assert result.results[0].state == state
+    assert said in result.text
+    assert "wherever" not in reset("4.1").text
+    assert 'raise ExerciseTodo("4.1")' in path.read_text()
+
+
+def test_a_loop_without_end_is_stopped(workbook: Workbook) -> None:
+    loop = "    while True:\n        try:\n            int('x')\n        except Exception:\n            pass\n"
+    write(workbook, "4.1", loop)
+    result = check("4.1").results[0]
+    assert result.state == FAILED and result.seconds < 15
+    assert "still running" in (result.first_failure.text if result.first_failure else "")
+
+
+def test_hints_answer_the_failure_and_climb(workbook: Workbook) -> None:
+    write(workbook, "4.1", WRONG_BLOCKS)
+    check("4.1")
+    exercise = workbook.exercise("4.1")
+    first = hint("4.1").text
+    assert "Your last check failed at" in first and exercise.hints[0] in first
+    assert exercise.hints[1] in hint("4.1").text
+    assert exercise.hints[2] in hint("4.1").text
+    assert "+    return full + (rest > 0)" in hint("4.1").text
+    with pytest.raises(WorkbookError):
+        hint("4.1", level=5)
+
+
+def test_reveal_asks_once_and_reset_keeps_a_copy(workbook: Workbook) -> None:
+    path = write(workbook, "4.1", WRONG_BLOCKS)
+    mine = path.read_text()
+    assert "+    return full" not in reveal("4.1").text
+    assert "-    return num_tokens // block_size + 1" in reveal("4.1").text
+    reset("4.1")
+    assert path.read_text() == stubs(workbook)[path]
+    assert [copy.read_text() for copy in (workbook.state / "copies").iterdir()] == [mine]
+    assert "is the stub already" in reset("4.1").text
+
+
+def test_progress_shows_the_path(workbook: Workbook) -> None:
+    solve("4.1")
+    check("4.1")
+    shown = progress()
+    assert "4/4 points" in shown.text and "TODO" in shown.text and "<table>" in shown.html
+    path = workbook.answers / workbook.exercise("4.1").file
+    reset("4.1")
+    assert "4/4 points" not in progress().text
+    path.unlink()
+    assert "TODO" in progress().text
+
+
+def test_unknown_names_are_told(workbook: Workbook) -> None:
+    with pytest.raises(WorkbookError, match="did you mean"):
+        check("4.11")
+    with pytest.raises(WorkbookError, match="chapters with exercises"):
+        check("77")
+
+
+def test_use_plugs_in_and_out(workbook: Workbook) -> None:
+    assert "TODO" in use("4.1").text and not active_parts()
+    solve("4.1", "4.4")
+    with use("4.1", "4.4"):
+        inside = dict(active_parts().replacements)
+        with use("4.4", target="solutions"):
+            assert "/solutions/" in active_parts().replacements["BlockManager.allocate"]
+            assert "/exercises/" in active_parts().replacements["BlockManager.blocks_needed"]
+        assert active_parts().replacements == inside
+        assert set(inside) == {"BlockManager.blocks_needed", "BlockManager.allocate", "BlockManager.can_allocate"}
+    assert not active_parts()
+    use("4.1")
+    use("4.1")
+    assert len(active_parts().replacements) == 1
+    use()
+    assert not active_parts()
+
+
+SMALL = {"attention_backend": "torch", "kvcache_block_size": 4, "num_kvcache_blocks": 30, "dtype": "float32", "seed": 3}
+PROMPTS = [list(range(5, 30)), [*range(5, 27), 3, 4], [9, 8, 7]]
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    return [result["token_ids"] for result in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def test_error_in_learner_code_reads_as_such_and_engine_goes_on(workbook: Workbook, tiny_model_dir: Path) -> None:
+    with LLM(str(tiny_model_dir), **SMALL) as llm:
+        expected = generate(llm)
+    solve("4.4")
+    path = workbook.answers / workbook.exercise("4.4").file
+    bad = "    if seq.num_tokens == 3:\n        self.no_such_thing\n    table = self.match_prefix(seq)\n"
+    path.write_text(path.read_text().replace("    table = self.match_prefix(seq)\n", bad))
+    with use("4.4"), LLM(str(tiny_model_dir), **SMALL) as llm:
+        with pytest.raises(AttributeError) as caught:
+            generate(llm)
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        again = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        assert len(again[0]["token_ids"]) == 20
+        assert len(llm.scheduler.block_manager.free_block_ids) == 30
+    with pytest.raises(AttributeError) as told, use("4.4"):
+        raise caught.value
+    note = "\n".join(told.value.__notes__)
+    assert str(path) in note and "self.no_such_thing" in note
+    with LLM(str(tiny_model_dir), **SMALL) as llm:
+        assert generate(llm) == expected, "outside the block the shipped engine is back"
+
+
+def test_engine_from_all_answers_generates_the_same(workbook: Workbook, tiny_model_dir: Path) -> None:
+    solve()
+    with LLM(str(tiny_model_dir), **SMALL) as llm:
+        expected = generate(llm)
+    with use(*(chapter.number for chapter in workbook.chapters)) as shown, LLM(str(tiny_model_dir), **SMALL) as llm:
+        records = []
+        llm.add_step_hook(records.append)
+        assert generate(llm) == expected
+    assert "TODO" not in shown.text
+    assert {event.kind.value for record in records for event in record.block_events} >= {"allocate", "cache", "release"}
+
+
+def test_engine_from_all_answers_writes_the_same_text(workbook: Workbook, default_model_dir: Path) -> None:
+    solve()
+    options = {"dtype": "float32", "seed": 0, "kvcache_block_size": 16, "attention_backend": "torch"}
+    prompts = ["The capital of France is", "The capital of France is Paris. The capital of Italy is", "1, 2, 3,"]
+    texts = []
+    for wanted in ((), tuple(chapter.number for chapter in workbook.chapters)):
+        with use(*wanted), LLM(str(default_model_dir), **options) as llm:
+            params = SamplingParams(temperature=0.7, max_tokens=12)
+            texts.append([result["text"] for result in llm.generate(prompts, params, use_tqdm=False)])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("chapter", Workbook.find().chapters, ids=lambda chapter: chapter.number)
+def test_quiz_is_complete(chapter) -> None:  # type: ignore[no-untyped-def]
+    assert 4 <= len(chapter.quiz) <= 6
+    shown = quiz(chapter.number)
+    for number, question in enumerate(chapter.quiz, 1):
+        assert f"{number}. " in shown.text
+        if question["kind"] == "choice":
+            right = [letter for letter in "abcdefgh"[: len(question["options"])]
+                     if answer(chapter.number, number, letter).text.startswith("✓")]  # fmt: skip
+            assert len(right) == 1 and len(question["reasons"]) == len(question["options"])
+        else:
+            assert len(question["reason"]) > 20 and len(question["key"]) == 16
+
+
+def test_quiz_in_widgets_and_as_text(workbook: Workbook) -> None:
+    shown = quiz("4")
+    assert "text/plain" in shown._repr_mimebundle_() and "nanovllm quiz 4" in shown.text
+    rows = shown.widget().children
+    assert len(rows) == len(shown.questions)
+    radio, verdict = rows[2].children[-2:]
+    radio.value = "a"
+    assert "Not yet" in verdict.value
+    radio.value = "b"
+    assert "Right" in verdict.value
+    assert "answer with a number" in answer("4", 1, "many").text
+    with pytest.raises(WorkbookError):
+        answer("4", 99, "a")
+
+
+def test_grade_as_json(workbook: Workbook, capsys: pytest.CaptureFixture[str]) -> None:
+    solve("4.1")
+    found = grade("4.1", "4.2")
+    assert found["points"] == 4 and [entry["state"] for entry in found["exercises"]] == [PASSED, TODO]
+    assert main(["grade", "4.1", "--json", "--junit", str(workbook.root / "j.xml")]) == 0
+    assert json.loads(capsys.readouterr().out)["points"] == 4
+    assert (workbook.root / "j.xml").exists()
+
+
+def test_class_mode(workbook: Workbook) -> None:
+    students = workbook.root / "class"
+    for name in ("ann", "bob", "eve", "nil"):
+        (students / name).mkdir(parents=True)
+    file = workbook.exercise("4.1").file
+    shutil.copy(workbook.solutions / file, students / "ann" / file)
+    shutil.copy(workbook.answers / file, students / "bob" / file)
+    (students / "eve" / file).write_text(
+        "import os\ndef blocks_needed(a, b):\n    os._exit(0)\n\ndef slot_mapping(self, start, stop):\n"
+        "    while True:\n        pass\n"
+    )
+    out = workbook.root / "grades.csv"
+    arguments = ["grade", "4.1", "4.2", "--class", str(students), "--csv", str(out), "--jobs", "2", "--seconds", "6"]
+    assert main(arguments) == 0
+    rows = list(csv.DictReader(out.open()))
+    assert [(row["student"], row["exercise"], row["state"]) for row in rows] == [
+        ("ann", "4.1", PASSED), ("ann", "4.2", PASSED), ("bob", "4.1", TODO), ("bob", "4.2", TODO),
+        ("eve", "4.1", FAILED), ("eve", "4.2", FAILED), ("nil", "4.1", TODO), ("nil", "4.2", TODO),
+    ]  # fmt: skip
+    assert rows[0]["points"] == rows[0]["total_points"] and rows[4]["points"] == "0"
+    out.write_text("\n".join(out.read_text().splitlines()[:4]) + "\nbob,4.2,to")
+    assert main([*arguments, "--resume"]) == 0
+    assert [row["student"] for row in csv.DictReader(out.open())] == [row["student"] for row in rows]
