@@ -149,6 +149,7 @@ def tokenizer_config(values: dict[str, Any]) -> dict[str, Any]:
         **special_tokens(values),
         "chat_template": values["tokenizer.chat_template"],
         "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],  # the class would add token types, which no Llama takes
         "model_max_length": values["llama.context_length"],
         "tokenizer_class": "PreTrainedTokenizerFast",
     }

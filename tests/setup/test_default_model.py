@@ -102,6 +102,7 @@ def test_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(tokenizer.all_special_tokens) == 3
     assert tokenizer.decode([33, 2], skip_special_tokens=True) == "1"
     assert len(tokenizer) == 49152
+    assert set(tokenizer("hi")) == {"input_ids", "attention_mask"}
 
 
 def test_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
