@@ -10,11 +10,14 @@
     ├── DownloadError          (OSError)      a model could not be fetched or stored
     ├── MemoryBudgetError      (RuntimeError) the KV cache does not fit
     ├── EngineBusyError        (RuntimeError) the engine was entered from a hook or from a second thread
+    ├── RankError              (RuntimeError) a step failed on another tensor-parallel rank; the engine goes on
     └── EngineDeadError        (RuntimeError) the engine was closed, or one of its ranks died
 
 What the course writes as ``assert`` is an ordinary exception here, so that it survives ``python -O`` and can name the
 value, the limit and the remedy. It still *is* an ``AssertionError``, so code written for the course keeps catching it.
 """
+
+MAX_INTEGER = (1 << 63) - 1  # what fits where numbers go in the end: into tensors, seeds and sizes
 
 
 class NanoVLLMError(Exception):
@@ -55,6 +58,10 @@ class MemoryBudgetError(NanoVLLMError, RuntimeError):
 
 class EngineBusyError(NanoVLLMError, RuntimeError):
     """The engine was entered while it was in the middle of a step."""
+
+
+class RankError(NanoVLLMError, RuntimeError):
+    """A step failed on another tensor-parallel rank; its traceback is in the message. The engine goes on."""
 
 
 class EngineDeadError(NanoVLLMError, RuntimeError):

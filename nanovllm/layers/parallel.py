@@ -4,6 +4,7 @@ It knows nothing of processes and how they are started; whoever starts them hand
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,13 @@ MAX_TP_SIZE = 8  # as Config allows
 class TPGroup:
     """Rank and size of tensor parallelism. Size 1 touches no torch.distributed.
 
-    group: a `ProcessGroup` whose ranks are 0 to size - 1 (NCCL or gloo); needed only for the collectives.
+    group: has `allreduce` and `gather` as a torch.distributed process group of the ranks 0 to size - 1; needed only for
+        the collectives.
     """
 
     rank: int = 0
     size: int = 1
-    group: "dist.ProcessGroup | None" = None
+    group: Any = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, on every rank; in place."""
@@ -49,7 +51,7 @@ class TPGroup:
             raise ConfigError(f"tensor_parallel_size={self.size} does not divide {total} {what}; these do: {sizes}")
         return total // self.size
 
-    def _group(self) -> "dist.ProcessGroup":
+    def _group(self) -> Any:
         assert self.group is not None, "a collective over several ranks needs their process group"
         return self.group
 

@@ -1,217 +1,225 @@
 """MessageChannel: how rank 0 tells the other ranks what to run. One writer, several readers, shared memory and events.
 
-A message is a method name and its rows of numbers. It lies once in memory that all processes share; an event per
-reader says that there is something to read, and a second one says that it has been taken:
+A message is a method name and its rows of numbers. It lies once in memory that all processes share. One event per
+reader says that there is something to read, and one number per reader says which message it has taken:
 
-    rank 0                            memory                      rank 1
-    write("run", (ids, slots))  ──►  number, size, bytes          read() waits for `event`
-        event.set()             ──────────────────────────────►   copies the bytes out, clears `event`
-    the next write() waits for  ◄──────────────────────────────   taken.set(), returns ("run", (ids, slots))
+    rank 0                             shared memory                       rank 1
+    write("run", (ids, slots))  ──►  [number 7 | taken 6 | bytes]
+        event.set()             ───────────────────────────────────►  read() wakes up, copies the bytes out
+    the next write() waits      ◄──  [number 7 | taken 7 | bytes]  ◄──  and returns ("run", (ids, slots))
 
-So a slow reader never loses a message. The memory has no name (nothing to collide with or to leave behind) and grows
-with the largest message. The channel knows nothing of models, ranks or the meaning of a message.
+So a slow reader never loses a message, and after a write that was interrupted half-way another one can follow. A
+message that is larger than the memory goes piece by piece, each a number of its own. The memory has no name: nothing
+to collide with, and nothing that a crash could leave behind. The channel knows nothing of models and ranks, nor what
+a message means.
 """
 
+import ctypes
 import marshal
-import mmap
 import os
 import select
-import struct
-import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import reduction
-from typing import Any, Protocol, Self
+from multiprocessing import Pipe, get_context
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-HEADER = struct.Struct("<QQ")  # number of the message, bytes of its payload
-ALIGNMENT = 16  # array data start at multiples of it
-
-
-class Event(Protocol):
-    """What the channel needs of an event: `threading.Event` and `PipeEvent` have it."""
-
-    def set(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> bool: ...
-    def clear(self) -> None: ...
+NUMBER, OFFSET, SIZE, TAKEN = range(4)  # the memory begins with 8-byte words: three, and then one per reader
+WORD = 8
+CAPACITY = 1 << 20  # bytes of one piece
+ALIGNMENT = 16  # the data of arrays start at multiples of it
+SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 class PipeEvent:
-    """An event between processes: set while there is a byte in a pipe.
+    """An event between processes, with the methods of `threading.Event`: it is set while there is a byte in a pipe.
 
-    A `multiprocessing.Event` holds a lock for a moment in `set` and `wait`; a process killed in that moment takes the
-    lock with it, and the next `set` hangs. A pipe has no such moment.
+    A `multiprocessing.Event` counts its sleepers under a lock; when one of them is killed in its sleep, the next `set`
+    waits for ever for it to wake up. A pipe does not know who listens.
     """
 
     def __init__(self) -> None:
-        self._ends = os.pipe()
+        self._reader, self._writer = Pipe(duplex=False)
 
     def set(self) -> None:
         """Wake whoever waits."""
-        os.write(self._ends[1], b"!")
+        os.write(self._writer.fileno(), b"!")
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the event is set (at most `timeout` seconds); returns whether it is."""
+        """Wait until the event is set, at most `timeout` seconds; returns whether it is."""
         poll = select.poll()
-        poll.register(self._ends[0], select.POLLIN)
+        poll.register(self._reader.fileno(), select.POLLIN)
         return bool(poll.poll(None if timeout is None else timeout * 1000))
 
     def clear(self) -> None:
-        """Take the bytes out; no-op if there are none."""
+        """Take the bytes out."""
         if self.wait(0):
-            os.read(self._ends[0], 4096)
-
-    def fileno(self) -> int:
-        """The end to listen at, for `multiprocessing.connection.wait`."""
-        return self._ends[0]
+            os.read(self._reader.fileno(), 4096)
 
     def close(self) -> None:
-        """Give the pipe back; safe to call again."""
-        for end in self._ends:
-            os.close(end)
-        self._ends = ()  # type: ignore[assignment]
-
-    def __getstate__(self) -> tuple[Any, ...]:  # works while a process is being spawned, and only then
-        return tuple(reduction.DupFd(end) for end in self._ends)
-
-    def __setstate__(self, ends: tuple[Any, ...]) -> None:
-        self._ends = tuple(end.detach() for end in ends)  # type: ignore[assignment]
-
-
-class SharedMemory:
-    """Bytes that several processes see: a mapped file without a name, gone with the last process that holds it."""
-
-    def __init__(self, size: int = mmap.PAGESIZE) -> None:
-        if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("nanovllm")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self._file = os.dup(file.fileno())
-        os.ftruncate(self._file, size)
-        self.memory = mmap.mmap(self._file, size)
-
-    def reserve(self, size: int) -> None:
-        """Map at least `size` bytes, growing the file where it is smaller."""
-        if size <= len(self.memory):
-            return
-        size = 1 << (size - 1).bit_length()
-        if os.fstat(self._file).st_size < size:
-            os.ftruncate(self._file, size)
-        self.memory.close()
-        self.memory = mmap.mmap(self._file, size)
-
-    def close(self) -> None:
-        """Unmap and close; safe to call again."""
-        self.memory.close()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __getstate__(self) -> Any:  # works while a process is being spawned, and only then
-        return reduction.DupFd(self._file)
-
-    def __setstate__(self, file: Any) -> None:
-        self._file = file.detach()
-        self.memory = mmap.mmap(self._file, os.fstat(self._file).st_size)
+        """Give the pipe back."""
+        self._reader.close()
+        self._writer.close()
 
 
 @dataclass(frozen=True)
 class ChannelHandle:
-    """What a reader needs to `attach`: an argument of `Process` or `Thread`."""
+    """What a reader needs to `attach`; give it to `Process` or `Thread` as an argument."""
 
-    shared: SharedMemory
-    event: Event
-    taken: Event
+    memory: Any
+    event: Any
+    reader: int
+    num_readers: int
 
 
 class MessageChannel:
     """Messages from one writer to every reader, each read exactly once and in order.
 
-    The writer makes it by `create` and gives each reader its `handle(i)`; a reader makes its end by `attach`.
+    The writer makes the channel by `create` and gives each reader its `handle(i)`; a reader makes its end by `attach`.
     """
 
-    def __init__(self, shared: SharedMemory, events: list[Event], taken: list[Event], check: Callable[[], None]) -> None:
-        self.shared = shared
-        self.events = events  # one per reader (a reader has only its own): there is a message
-        self.taken = taken  # likewise: the message has been copied out
-        self.check = check
-        self.number = 0  # of the last message written or read
+    def __init__(self, memory: Any, events: list[Any], num_readers: int, reader: int = 0) -> None:
+        self.events = events  # one per reader; a reader has only its own
+        self.num_readers, self.reader = num_readers, reader
+        self.memory = memory
+        head = WORD * (TAKEN + num_readers)
+        self.words = memoryview(memory).cast("B")[:head].cast("Q")
+        self.bytes = memoryview(memory).cast("B")[head:]
+        self.check: Callable[[], None] = lambda: None  # called while a reader keeps the writer waiting; may raise
 
     @classmethod
-    def create(cls, num_readers: int, ctx: Any = None, check: Callable[[], None] = lambda: None) -> Self:
+    def create(cls, num_readers: int, ctx: Any = None, capacity: int = CAPACITY) -> Self:
         """The writer's end.
 
         ctx: something with an `Event()`, such as the module `threading`; None: `PipeEvent`, which works everywhere.
-        check: called now and then while the writer waits for a reader; raises if that is in vain.
+        capacity: bytes of the shared memory.
         """
-        new_event: Callable[[], Event] = PipeEvent if ctx is None else ctx.Event
-        channel = cls(
-            SharedMemory(), [new_event() for _ in range(num_readers)], [new_event() for _ in range(num_readers)], check
-        )
-        for taken in channel.taken:
-            taken.set()  # nothing is waiting to be read
-        return channel
+        memory = get_context("spawn").RawArray(ctypes.c_ubyte, WORD * (TAKEN + num_readers) + capacity)
+        return cls(memory, [PipeEvent() if ctx is None else ctx.Event() for _ in range(num_readers)], num_readers)
 
     def handle(self, reader: int) -> ChannelHandle:
-        """What reader number `reader` (from 0) attaches to."""
-        return ChannelHandle(self.shared, self.events[reader], self.taken[reader])
+        """What reader number `reader` (counted from 0) attaches to."""
+        return ChannelHandle(self.memory, self.events[reader], reader, self.num_readers)
 
     @classmethod
     def attach(cls, handle: ChannelHandle) -> Self:
         """A reader's end."""
-        own = SharedMemory.__new__(SharedMemory)
-        own.__dict__.update(handle.shared.__dict__)  # a mapping of its own: the writer's may be another thread's
-        own.memory = mmap.mmap(own._file, 0)
-        return cls(own, [handle.event], [handle.taken], lambda: None)
+        return cls(handle.memory, [handle.event], handle.num_readers, handle.reader)
 
     def write(self, method: str, args: tuple[Any, ...] = ()) -> None:
-        """Send one message. Waits until every reader has taken the last one.
+        """Send one message, as soon as every reader has taken the last one.
 
-        args: numpy arrays, None, bool, int, float, str, bytes, and tuples, lists or dicts of them; `TypeError` otherwise.
+        args: numpy arrays, None, bool, int, float, str, bytes, and tuples, lists or dicts of them; else `TypeError`.
         """
         payload = encode(method, args)
-        self.wait_taken()
-        self.put(payload)
-        for event in self.events:
-            event.set()
+        for offset in range(0, len(payload), len(self.bytes)):
+            self.wait_taken()
+            self.put(payload, offset)
+            for event in self.events:
+                event.set()
 
     def read(self) -> tuple[str, tuple[Any, ...]]:
-        """Wait for the next message and return its method and arguments (arrays are copies of one's own)."""
-        self.events[0].wait()
-        self.events[0].clear()
-        payload = self.get()
-        self.taken[0].set()  # only now may the writer overwrite it
+        """Wait for the next message and return its method and its arguments (arrays are copies)."""
+        payload, size = bytearray(), 1
+        while len(payload) < size:
+            while not self.has_piece():
+                self.events[0].wait()
+                self.events[0].clear()
+            offset, size, piece = self.take()
+            payload[offset:] = piece  # a first piece starts anew, also behind the first half of an interrupted message
         return decode(payload)
 
     def wait_taken(self) -> None:
-        """Wait until no reader has the last message still before it."""
-        for taken in self.taken:
-            while not taken.wait(0.2):
+        """Wait until no reader has the last piece still before it."""
+        for reader, event in enumerate(self.events):
+            if self.words[TAKEN + reader] < self.words[NUMBER]:
+                event.set()  # once more: the last write may have been interrupted before it came to this reader
+            while self.words[TAKEN + reader] < self.words[NUMBER]:
                 self.check()
-        for taken in self.taken:
-            taken.clear()
+                time.sleep(50e-6)
 
-    def put(self, payload: bytes) -> None:
-        """Lay one message down in the shared memory, which grows if need be."""
-        end = HEADER.size + len(payload)
-        self.shared.reserve(end)
-        self.number += 1
-        HEADER.pack_into(self.shared.memory, 0, self.number, len(payload))
-        self.shared.memory[HEADER.size : end] = payload
+    def put(self, payload: bytes, offset: int) -> None:
+        """Lay the piece of `payload` that begins at `offset` into the memory; its number last, when it is whole."""
+        piece = payload[offset : offset + len(self.bytes)]
+        self.bytes[: len(piece)] = piece
+        self.words[OFFSET], self.words[SIZE] = offset, len(payload)
+        self.words[NUMBER] += 1
 
-    def get(self) -> bytearray:
-        """A copy of the message in the shared memory."""
-        self.number += 1
-        number, size = HEADER.unpack_from(self.shared.memory)
-        assert number == self.number, f"message {number} came where {self.number} was due"
-        self.shared.reserve(HEADER.size + size)
-        return bytearray(memoryview(self.shared.memory)[HEADER.size : HEADER.size + size])
+    def has_piece(self) -> bool:
+        """Whether there is a piece that this reader has not taken."""
+        return self.words[TAKEN + self.reader] < self.words[NUMBER]
+
+    def take(self) -> tuple[int, int, bytes]:
+        """Copy a piece out: (offset, size of the whole, bytes). Only then the writer learns that its place is free."""
+        offset, size = self.words[OFFSET], self.words[SIZE]
+        piece = bytes(self.bytes[: size - offset])
+        self.words[TAKEN + self.reader] = self.words[NUMBER]
+        return offset, size, piece
 
     def close(self) -> None:
-        """Give memory and events back (at the writer's end, once the readers are done); safe to call again."""
-        self.shared.close()
-        for event in (*self.events, *self.taken):
-            if isinstance(event, PipeEvent) and event.fileno:
+        """At the writer's end, when the readers are done: give the events back. Safe to call again."""
+        for event in self.events:
+            if isinstance(event, PipeEvent):
                 event.close()
-        self.events, self.taken = [], []
+
+
+def encode(method: str, args: tuple[Any, ...]) -> bytes:
+    """One message as bytes: the length of the head, the head, then the data of every array at a multiple of 16.
+
+    The head is the method, the arguments with `...` where an array stands, and the arrays' dtypes and shapes. Only
+    plain values and arrays of numbers pass; an object of any other type is a `TypeError` that names it.
+    """
+    arrays: list[NDArray[Any]] = []
+    head = marshal.dumps((method, _strip(args, arrays), [(array.dtype.str, array.shape) for array in arrays]))
+    pieces = [len(head).to_bytes(WORD, "little"), head]
+    size = WORD + len(head)
+    for array in arrays:
+        padding = -size % ALIGNMENT
+        pieces += (bytes(padding), array.tobytes())
+        size += padding + array.nbytes
+    return b"".join(pieces)
+
+
+def decode(payload: bytearray) -> tuple[str, tuple[Any, ...]]:
+    """The method and arguments that `encode` was given; arrays are writable views of `payload`."""
+    offset = WORD + int.from_bytes(payload[:WORD], "little")
+    method, args, layout = marshal.loads(payload[WORD:offset])
+    arrays = []
+    for dtype, shape in layout:
+        offset += -offset % ALIGNMENT
+        array: NDArray[Any] = np.ndarray(shape, dtype, payload, offset)
+        offset += array.nbytes
+        arrays.append(array)
+    return method, _fill(args, iter(arrays))
+
+
+def _strip(value: Any, arrays: list[NDArray[Any]]) -> Any:
+    """`value` with `...` in the place of each array, which go to `arrays` in order."""
+    if type(value) in SCALARS:
+        return value
+    if isinstance(value, tuple):  # a named tuple becomes a plain one
+        return tuple([_strip(item, arrays) for item in value])
+    if type(value) is list:
+        return [_strip(item, arrays) for item in value]
+    if type(value) is dict:
+        return {_strip(key, []): _strip(item, arrays) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        if isinstance(value, np.generic):
+            return value.item()
+        arrays.append(value)
+        return ...
+    raise TypeError(f"a message carries plain values and arrays of numbers, not {type(value).__name__}: {value!r:.200}")
+
+
+def _fill(value: Any, arrays: Iterator[NDArray[Any]]) -> Any:
+    """The inverse of `_strip`."""
+    if value is ...:
+        return next(arrays)
+    if isinstance(value, tuple | list):
+        return type(value)([_fill(item, arrays) for item in value])
+    if isinstance(value, dict):
+        return {key: _fill(item, arrays) for key, item in value.items()}
+    return value

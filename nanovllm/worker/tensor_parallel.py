@@ -1,11 +1,435 @@
-"""Starts the ranks of an engine."""
+"""Tensor parallelism: one process a rank. Starts the ranks above 0, has them do as rank 0 does, outlives their death.
+
+Rank 0 lives in the caller's process and holds a `RankGroup`; every other rank is a spawned process (`run_rank`) with a
+`WorkerLink`, a `ModelRunner` of its own, and a loop that runs what it is told. Between them are
+- a `MessageChannel` from rank 0: the method to run and its rows of numbers;
+- a pipe back from each rank: "connecting", "ready", "failed", and the end of the pipe when the process ends;
+- `Collectives`, private to this engine: NCCL on GPUs, gloo on CPUs.
+
+A thread of rank 0 listens to the pipes. When a rank dies it ends the others too: a collective that waits for one of
+them fails at once, and the caller gets an `EngineDeadError` with the dead rank's last words. Nothing here knows about
+requests, schedulers or models.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import current_process, get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
 
 from nanovllm.config import Config
 from nanovllm.engine.parts import Parts
-from nanovllm.worker.link import RankLink, SoloLink
+from nanovllm.errors import ConfigError, EngineDeadError, NanoVLLMError, RankError
+from nanovllm.layers.parallel import TPGroup
+from nanovllm.models.model_config import ModelConfig
+from nanovllm.worker.device import select_device
+from nanovllm.worker.link import RankLink
+from nanovllm.worker.message_channel import ChannelHandle, MessageChannel
+from nanovllm.worker.model_runner import ModelRunner
+
+LOOPBACK = "127.0.0.1"
+PATIENCE = timedelta(minutes=5)  # with peers that are alive and do not come
+GRACE = 5.0  # seconds for a rank to end after "exit", and for the reason of a failure to arrive
+NO_GUARD = 86  # exit code of a rank that found itself running the caller's script
+LAST_WORDS = 4000  # bytes
+
+
+class PeerLostError(RuntimeError):
+    """A collective failed, most likely because another rank failed first."""
+
+
+class Collectives:
+    """The process group that `TPGroup` sends through. It can be left, and joined anew.
+
+    A rank that fails in the middle of a step leaves. Its peers' collectives then fail too, so they come back from the
+    step and leave as well; for the next step all of them join a new group, the next *generation*.
+    """
+
+    def __init__(self, rank: int, size: int, port: int, listener: int | None = None) -> None:
+        """listener: on rank 0, a socket bound to `port`, at which the ranks find each other."""
+        self.rank, self.size = rank, size
+        self.device = torch.device("cpu")
+        self.generation = -1
+        self.on_failure: Callable[[], None] = lambda: None  # raises the reason, if it is known
+        self._group: Any = None
+        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            LOOPBACK, port, None, listener is not None, PATIENCE, wait_for_workers=False, master_listen_fd=listener
+        )
+
+    def join(self, generation: int) -> None:
+        """Meet the other ranks in the group of that generation; returns when all are there."""
+        if generation == self.generation:  # perhaps left already; then the peers have yet to notice
+            return
+        self.leave()
+        self.generation = generation
+        store = dist.distributed_c10d.PrefixStore(str(generation), self._store)
+        group: Any
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            group = dist.ProcessGroupNCCL(store, self.rank, self.size, dist.ProcessGroupNCCL.Options())
+            group.allreduce([torch.zeros(1, device=self.device)]).wait()  # connections are made at the first use
+            torch.cuda.synchronize(self.device)
+        else:
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = PATIENCE
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+            group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        if generation == self.generation:
+            self._group = group
+
+    def leave(self) -> None:
+        """Give the group up, even while a kernel waits in it; the peers' collectives fail."""
+        group, self._group = self._group, None
+        if group is not None and self.device.type == "cuda":
+            group.abort()
+
+    def close(self) -> None:
+        """Leave, and stop listening."""
+        self.leave()
+        self._store = None
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> "Collectives":
+        """Sum over the ranks, in place."""
+        return self._run("allreduce", tensors)
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> "Collectives":
+        """Every rank's input, in the outputs of the root that the options name."""
+        return self._run("gather", outputs, inputs, options)
+
+    def wait(self) -> None:
+        """What a process group's work has; here it is done already."""
+
+    def smallest(self, value: int) -> int:
+        """The smallest `value` of all ranks."""
+        values = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        values[self.rank] = value
+        self.allreduce([values])
+        return int(values.min())
+
+    def _run(self, name: str, *args: Any) -> "Collectives":
+        try:
+            if self._group is None:
+                raise PeerLostError(f"rank {self.rank} has left the group after a failed step")
+            getattr(self._group, name)(*args).wait()
+        except RuntimeError as error:
+            self.on_failure()
+            raise PeerLostError(f"{name}: {error}") from error
+        return self
+
+
+@dataclass
+class RankProcess:
+    """What rank 0 knows of another rank."""
+
+    rank: int
+    process: Any
+    reports: Connection
+    stderr: IO[bytes]
+    stage: str = "starting"  # then "connecting", then "ready"
+
+    def obituary(self) -> str:
+        """How the process ended, and the last that it wrote to stderr."""
+        self.process.join(GRACE)
+        code = self.process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        self.stderr.seek(max(0, self.stderr.seek(0, os.SEEK_END) - LAST_WORDS))
+        words = self.stderr.read().decode(errors="replace").strip() or "(none)"
+        return f"rank {self.rank} (process {self.process.pid}) {how} while {self.stage}. Its last words:\n{words}"
+
+
+class RankGroup(RankLink):
+    """Rank 0's link to the other ranks."""
+
+    def __init__(self, config: Config, parts: Parts) -> None:
+        super().__init__()
+        self.channel: MessageChannel = parts.resolve(MessageChannel).create(config.tensor_parallel_size - 1)
+        self.channel.check = self.check
+        self.events = self.channel.events
+        self._owner = os.getpid()
+        self._is_ending = self._is_stopped = False
+        self._is_settled = True  # the running method has no collective left to start
+        self._generation = 0
+        self._failure: str | None = None  # what a rank reported about a method of this generation
+        self._death: NanoVLLMError | None = None
+        self._news = threading.Condition()
+        listener = socket.create_server((LOOPBACK, 0))  # any free port, and for nobody outside this machine
+        port = listener.getsockname()[1]
+        self.collectives = Collectives(0, config.tensor_parallel_size, port, listener.detach())
+        self.collectives.on_failure = self._explain
+        self._ranks = [self._start(config, rank, port, parts) for rank in range(1, config.tensor_parallel_size)]
+        self.ps = [each.process for each in self._ranks]
+        self._watcher = threading.Thread(target=self._watch, name="nanovllm-ranks", daemon=True)
+        self._watcher.start()
+
+    def _start(self, config: Config, rank: int, port: int, parts: Parts) -> RankProcess:
+        ctx = get_context("spawn")  # a forked process would inherit a CUDA context that it cannot use
+        reports, their_reports = ctx.Pipe(duplex=False)
+        stderr = TemporaryFile()
+        their_stderr = Connection(os.dup(stderr.fileno()), readable=False)  # so that it travels
+        args = (config, rank, self.channel.handle(rank - 1), port, their_reports, their_stderr, parts.portable())
+        process = ctx.Process(target=run_rank, args=args, name=f"nanovllm-rank-{rank}", daemon=True)
+        # Ctrl-C goes to every process of a terminal. The mask is inherited, so this one will not see it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        their_reports.close()  # the pipe ends with the process only if nobody else holds this end
+        their_stderr.close()
+        return RankProcess(rank, process, reports, stderr)
+
+    def tensor_parallel_group(self, device: torch.device) -> TPGroup:
+        """Meet the other ranks. Raises `EngineDeadError` or `ConfigError` if one of them does not come."""
+        self.collectives.device = device
+        self._wait_for("connecting", "ready")
+        self._join()
+        return TPGroup(0, self.collectives.size, self.collectives)
+
+    def smallest(self, value: int) -> int:
+        return self.collectives.smallest(value)
+
+    def wait_ready(self, timeout: float = 3600.0) -> None:
+        """Wait until every rank has built its runner. Raises as `check` does."""
+        self._wait_for("ready", timeout=timeout)
+
+    @contextmanager
+    def running(self, method: str, args: tuple[Any, ...]) -> Iterator[None]:
+        """The other ranks run `method(*args)` while the block runs it here.
+
+        A block that fails before `settle` leaves the ranks somewhere in the middle of a step. On CPUs they are brought
+        together again for the next one; on GPUs, where captured graphs know only one group, the engine is closed.
+        """
+        if method == "exit":
+            self._is_ending = True
+            if self.is_alive():
+                self.channel.write(method, (self._generation, args))
+            yield
+            return
+        self.check()
+        try:
+            self._is_settled = False
+            self.channel.write(method, (self._generation, args))
+            self._join()
+            yield
+        except BaseException as error:
+            if not self._is_settled and self.collectives.device.type == "cuda":
+                self._die(EngineDeadError(f"rank 0 failed in the middle of a step, so the ranks disagree: {error!r}"))
+            elif not self._is_settled:
+                self._regroup()
+            raise
+
+    def settle(self) -> None:
+        self._is_settled = True
+
+    def is_alive(self) -> bool:
+        return self._death is None and not self._is_stopped
+
+    def check(self) -> None:
+        """Raise if a rank died (`EngineDeadError`, `ConfigError`) or failed in a method (`RankError`, once)."""
+        if self._death is not None:
+            raise type(self._death)(str(self._death))
+        if self._is_stopped:
+            raise EngineDeadError("the ranks of this engine were stopped")
+        if self._failure is not None:
+            failure = self._failure
+            self._regroup()
+            raise RankError(failure)
+
+    def close(self) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self._is_stopped or os.getpid() != self._owner:  # a forked copy of this process does not own the ranks
+            return
+        patience = GRACE if self._is_ending and self._death is None else 0
+        self._is_ending = self._is_stopped = True
+        for each in self._ranks:
+            each.process.join(patience)
+            each.process.kill()
+            each.process.join()
+        self._watcher.join()
+        self.collectives.close()
+        self.channel.close()
+        for each in self._ranks:
+            each.reports.close()
+            each.stderr.close()
+
+    def _wait_for(self, *stages: str, timeout: float | None = None) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self._death or all(each.stage in stages for each in self._ranks), timeout)
+            late = [each.rank for each in self._ranks if each.stage not in stages]
+        self.check()
+        if late:
+            raise EngineDeadError(f"ranks {late} are not {stages[0]} after {timeout:.0f} s")
+
+    def _join(self) -> None:
+        """Join the current generation. Waiting for peers cannot be interrupted, so a thread does it."""
+        if self.collectives.generation == self._generation:
+            return
+        failures: list[Exception] = []
+
+        def join() -> None:
+            try:
+                self.collectives.join(self._generation)
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=join, name="nanovllm-join", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.05)
+            self.check()
+        if failures:
+            self._explain()
+            raise failures[0]
+
+    def _explain(self) -> None:
+        """After a failed collective: raise what made it fail, which may become known only in a moment."""
+        with self._news:
+            self._news.wait_for(lambda: self._death or self._failure, GRACE)
+        self.check()
+
+    def _regroup(self) -> None:
+        """Bring the other ranks out of their step; the next message finds all of them in a new group."""
+        with self._news:
+            self._generation += 1
+            self._failure = None
+        self.collectives.leave()
+
+    def _die(self, death: NanoVLLMError) -> None:
+        """Without the other processes, whatever waits for one of them fails instead of waiting on."""
+        with self._news:
+            self._death = self._death or death
+            for each in self._ranks:
+                each.process.kill()
+            self._news.notify_all()
+        if self.collectives.device.type == "cuda":
+            self.collectives.leave()  # a kernel of rank 0 would wait on
+
+    def _watch(self) -> None:
+        ranks: dict[Any, RankProcess] = {each.reports: each for each in self._ranks}
+        while ranks:
+            for reports in wait(list(ranks)):
+                try:
+                    self._on_report(ranks[reports], *ranks[reports].reports.recv())
+                except (EOFError, OSError):
+                    self._on_end(ranks.pop(reports))
+
+    def _on_report(self, each: RankProcess, kind: str, generation: int, text: str) -> None:
+        with self._news:
+            if kind != "failed":
+                each.stage = kind
+            elif generation == self._generation and self._failure is None:  # else a consequence of what is known
+                self._failure = f"rank {each.rank} failed in {text}"
+            self._news.notify_all()
+
+    def _on_end(self, each: RankProcess) -> None:
+        if self._is_ending or self._death is not None:
+            return
+        obituary = each.obituary()
+        if each.process.exitcode == NO_GUARD:
+            script = getattr(sys.modules["__main__"], "__file__", "the main script")
+            self._die(ConfigError(
+                f"rank {each.rank} could not start: {script} builds an LLM while it is imported, and the processes of "
+                'ranks above 0 import the main script first; put its code under `if __name__ == "__main__":`'
+            ))  # fmt: skip
+        else:
+            self._die(EngineDeadError(f"{obituary}\nThe engine is closed; build a new LLM."))
+
+
+class WorkerLink(RankLink):
+    """The link of a rank above 0, in its own process."""
+
+    def __init__(self, collectives: Collectives, channel: MessageChannel, reports: Connection) -> None:
+        super().__init__()
+        self.collectives, self.channel, self.reports = collectives, channel, reports
+        self.events = channel.events
+
+    def report(self, kind: str, text: str = "") -> None:
+        """Tell rank 0's watching thread."""
+        self.reports.send((kind, self.collectives.generation, text))
+
+    def tensor_parallel_group(self, device: torch.device) -> TPGroup:
+        self.collectives.device = device
+        self.report("connecting")
+        self.collectives.join(0)
+        return TPGroup(self.collectives.rank, self.collectives.size, self.collectives)
+
+    def smallest(self, value: int) -> int:
+        return self.collectives.smallest(value)
+
+    def serve(self, runner: ModelRunner) -> None:
+        """Run what rank 0 says, until it says "exit"."""
+        self.report("ready")
+        method = ""
+        while method != "exit":
+            method, (generation, args) = self.channel.read()
+            try:
+                self.collectives.join(generation)
+                getattr(runner, method)(*args)
+            except Exception as error:
+                if self.collectives.device.type == "cuda":
+                    raise
+                if not isinstance(error, PeerLostError):
+                    self.report("failed", f"{method}:\n{traceback.format_exc()}")
+                self.collectives.leave()
+
+    def close(self) -> None:
+        self.collectives.close()
 
 
 def start_ranks(config: Config, parts: Parts) -> RankLink:
-    """The link to the ranks above 0, each started in a process of its own; a `SoloLink` if there are none."""
-    assert config.tensor_parallel_size == 1, "ranks above 0 are started by the tensor-parallel module"
-    return SoloLink()
+    """Start a process for each rank above 0 and return the link to them.
+
+    Does not wait for them: they start while rank 0 builds its own runner, and meet it there. Raises `ConfigError` for
+    head counts that do not divide, for too few devices, and for parts that cannot travel.
+    """
+    if config.tensor_parallel_size == 1:
+        return RankLink()
+    if getattr(current_process(), "_inheriting", False):
+        sys.exit(NO_GUARD)  # this is a rank that is importing the caller's script: see RankGroup._on_end
+    ModelConfig.from_hf(config.hf_config).heads_on_rank(TPGroup(size=config.tensor_parallel_size))
+    select_device(config.device, config.tensor_parallel_size - 1)
+    try:
+        parts.portable()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return RankGroup(config, parts)
+
+
+def run_rank(
+    config: Config, rank: int, handle: ChannelHandle, port: int, reports: Connection, stderr: Connection,
+    replacements: dict[str, str],
+) -> None:  # fmt: skip
+    """The main function of a rank above 0. It ends when rank 0 says so or dies; an error ends it with a traceback."""
+    os.dup2(stderr.fileno(), 2)
+    faulthandler.enable()
+    threading.Thread(target=end_with_parent, name="nanovllm-parent", daemon=True).start()
+    size, parts = config.tensor_parallel_size, Parts(replacements)
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // size)))
+    channel = parts.resolve(MessageChannel).attach(handle)
+    link = WorkerLink(Collectives(rank, size, port), channel, reports)
+    link.serve(parts.resolve(ModelRunner)(config, rank, link, parts))
+    sys.stdout.flush()
+    os._exit(0)  # rank 0 waits, and the interpreter's own way out takes seconds
+
+
+def end_with_parent() -> None:
+    """Wait for the end of the caller's process and go with it, whatever the main thread is waiting for."""
+    parent = parent_process()
+    assert parent is not None, "a rank above 0 has a parent"
+    wait([parent.sentinel])
+    os._exit(1)
