@@ -130,9 +130,12 @@ def tidy_output(output: Any, names: dict[str, str]) -> Any:
     """One output: terminal text as a terminal would show it, paths of this machine replaced."""
     if output.output_type == "stream":
         output.text = replaced("\n".join(last_writing(line) for line in output.text.split("\n")), names)
-    for mime, value in output.get("data", {}).items():
+    data = output.get("data", {})
+    if data.keys() & {"image/png", "text/html"}:
+        data.pop(WIDGET_VIEW, None)  # the static form of the same says more than a widget without its kernel
+    for mime, value in data.items():
         if isinstance(value, str) and not mime.startswith("image/"):
-            output.data[mime] = replaced(value, names)
+            data[mime] = replaced(value, names)
     return output
 
 

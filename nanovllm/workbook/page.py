@@ -5,6 +5,7 @@ when nobody is there to answer. It knows the catalogue and the package's source 
 """
 
 import ast
+import io
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -18,6 +19,8 @@ from typing import Any
 
 import nanovllm
 from nanovllm.errors import NanoVLLMError
+from nanovllm.viz.scene import PALETTE
+from nanovllm.viz.still import need
 from nanovllm.workbook.catalogue import Exercise, Workbook
 from nanovllm.workbook.sources import definition, stub_text
 
@@ -29,7 +32,7 @@ CLOSE = 0.1  # a guessed number within a tenth of the truth is a good guess
 class Shown:
     """A piece of a page: one rich form and the same in plain text. `origin` travels as metadata of the output."""
 
-    def __init__(self, mime: str, rich: str, text: str, origin: dict[str, str] | None = None) -> None:
+    def __init__(self, mime: str, rich: str | bytes, text: str, origin: dict[str, str] | None = None) -> None:
         self.mime, self.rich, self.text, self.origin = mime, rich, text, origin
 
     def __repr__(self) -> str:
@@ -237,7 +240,32 @@ def task_source(workbook: Workbook, exercise: Exercise) -> Iterator[str]:
         yield source
 
 
-# -- tables
+# -- pictures and tables
+
+
+def new_figure(width: float = 9.0, height: float = 3.2, panels: int = 1) -> tuple[Any, Any]:
+    """A matplotlib figure in the colours of the views, without pyplot, and its axes (an array for several panels)."""
+    need("matplotlib")
+    from matplotlib.figure import Figure
+
+    ink, muted, line = (PALETTE[name][0] for name in ("ink", "muted", "line"))
+    figure = Figure(figsize=(width, height), dpi=110, facecolor="white", layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.spines[["left", "bottom"]].set_color(muted)
+        each.tick_params(colors=ink, labelsize=9)
+        each.grid(axis="y", color=line, linewidth=0.6)
+        each.set_axisbelow(True)
+    return figure, axes[0] if panels == 1 else axes
+
+
+def picture(figure: Any, words: str) -> Shown:
+    """A matplotlib figure as a picture, with `words` that say what it shows."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    return Shown("image/png", out.getvalue(), words)
+
 
 
 def table(headers: SequenceOf[str], rows: Iterable[SequenceOf[Any]], caption: str = "") -> Shown:
