@@ -42,7 +42,7 @@ demo: model
 	@$(BIN)/python -m nanovllm demo
 
 lab: model
-	@$(BIN)/python -m jupyterlab notebooks/00_start_here.ipynb
+	@$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/00_start_here.ipynb
 
 test: model
 	$(BIN)/python -m pytest -m "not slow" $(TESTS)

@@ -13,13 +13,13 @@ from nanovllm.sampling_params import SamplingParams
 
 QUESTIONS = (
     "What is the capital of France?",
-    "Why is the sky blue? Answer in two sentences.",
-    "What is the largest planet?",
-    "Describe the sea in one sentence.",
-    "What does a compiler do?",
-    "Give me a simple recipe for pancakes.",
+    "What is photosynthesis?",
+    "What is the opposite of hot?",
+    "Write a friendly greeting for a new colleague.",
+    "What is an operating system?",
+    "What is water made of?",
     "Explain in one sentence what gravity is.",
-    "List three things to see in Rome.",
+    "Suggest a title for a story about a lost cat.",
 )
 
 
