@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from nanovllm.errors import ModelNotFoundError as ModelNotFoundError
     from nanovllm.errors import NanoVLLMError as NanoVLLMError
     from nanovllm.errors import RankError as RankError
-    from nanovllm.errors import RankError as RankError
     from nanovllm.errors import RequestError as RequestError
     from nanovllm.errors import SamplingParamsError as SamplingParamsError
     from nanovllm.errors import UnsupportedModelError as UnsupportedModelError

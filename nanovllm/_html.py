@@ -19,13 +19,24 @@ def table(title: str, rows: list[tuple[str, Any]], limit: int = 200) -> str:
 
 
 def shorten(value: Any, limit: int = 200) -> str:
-    """The repr of `value`, cut in the middle of long containers so that a table stays small."""
-    if isinstance(value, (list, tuple)) and len(value) > 16 and not hasattr(value, "_fields"):
-        head = ", ".join(repr(item) for item in islice(value, 12))
-        text = f"[{head}, … {len(value):,} in all]"
-    else:
-        text = repr(value)
+    """The repr of `value`, cut in the middle of long containers so that a table or a message stays small.
+
+    Where the repr itself fails (an integer of 5,000 digits, a class with a broken `__repr__`), the type alone.
+    """
+    try:
+        if isinstance(value, (list, tuple)) and len(value) > 16 and not hasattr(value, "_fields"):
+            head = ", ".join(repr(item) for item in islice(value, 12))
+            text = f"[{head}, … {len(value):,} in all]"
+        else:
+            text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def shown(value: Any) -> str:
+    """How an error message shows a value that it was given."""
+    return shorten(value, 100)
 
 
 class ReprHTML:

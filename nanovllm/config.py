@@ -4,10 +4,12 @@ import os
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
-from nanovllm._html import ReprHTML
-from nanovllm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from nanovllm._html import ReprHTML, shown
+from nanovllm.errors import MAX_INTEGER, ConfigError, ModelNotFoundError, UnsupportedModelError
+from nanovllm.model_folder import check_config
 from nanovllm.paths import missing_model_message
 
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch")
@@ -82,15 +84,15 @@ class Config(ReprHTML):
     def __post_init__(self) -> None:
         self.check_options()
         if not isinstance(self.model, (str, os.PathLike)):
-            raise ConfigError(f"model must be the path of a model folder, got {self.model!r}")
-        self.model = os.fspath(self.model)
+            raise ConfigError(f"model must be the path of a model folder, got {shown(self.model)}")
+        self.model = os.fsdecode(self.model)
         if not os.path.isdir(self.model):
             raise ModelNotFoundError(missing_model_message(self.model))
         if self.hf_config is None:
             self.hf_config = load_hf_config(self.model)
         limit = getattr(self.hf_config, "max_position_embeddings", None)
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise UnsupportedModelError(f"max_position_embeddings in {self.model}/config.json is {limit!r}, not a size")
+            raise UnsupportedModelError(f"{self.model}: max_position_embeddings is {shown(limit)}, not a size")
         self.max_model_len = min(self.max_model_len, limit)
 
     def check_options(self) -> None:
@@ -112,11 +114,15 @@ class Config(ReprHTML):
         self._one_of("dtype", DTYPES)
         self._one_of("load_format", LOAD_FORMATS)
         self._one_of("quantization", QUANTIZATIONS)
+        if not isinstance(self.stop_token_ids, (tuple, list, set, frozenset)):
+            raise ConfigError(f"stop_token_ids must be token ids, got {shown(self.stop_token_ids)}")
+        self.stop_token_ids = tuple(self._checked("stop_token_ids", each, at_least=0) for each in self.stop_token_ids)
         if not isinstance(self.device, str):
-            raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}")
+            raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {shown(self.device)}")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {shown(share)}")
+        self.gpu_memory_utilization = float(share)
         if not 1 <= self.tensor_parallel_size <= 8:
             raise ConfigError(f"tensor_parallel_size must be 1 to 8, got {self.tensor_parallel_size}")
         if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
@@ -138,17 +144,23 @@ class Config(ReprHTML):
             raise ConfigError(f"kvcache_block_size={size} must be a power of two or a multiple of 256")
 
     def _integer(self, name: str, at_least: int | None = None) -> int:
-        value = getattr(self, name)
+        return self._checked(name, getattr(self, name), at_least)
+
+    @staticmethod
+    def _checked(name: str, value: Any, at_least: int | None = None) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
-            raise ConfigError(f"{name} must be an integer, got {value!r}")
-        if at_least is not None and value < at_least:
-            raise ConfigError(f"{name} must be at least {at_least}, got {value}")
-        return int(value)
+            raise ConfigError(f"{name} must be an integer, got {shown(value)}")
+        number = int(value)
+        if at_least is not None and number < at_least:
+            raise ConfigError(f"{name} must be at least {at_least}, got {shown(number)}")
+        if abs(number) > MAX_INTEGER:
+            raise ConfigError(f"{name} must be below 2^63, got {shown(number)}")
+        return number
 
     def _one_of(self, name: str, allowed: tuple[Any, ...]) -> None:
         value = getattr(self, name)
         if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
-            raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+            raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {shown(value)}")
 
     def _repr_rows(self) -> list[tuple[str, Any]]:
         rows = ReprHTML._repr_rows(self)
@@ -160,6 +172,7 @@ def load_hf_config(model: str) -> Any:
 
     Raises `UnsupportedModelError` where the file is missing, damaged, or of an architecture unknown to transformers.
     """
+    check_config(Path(model))
     from transformers import AutoConfig  # takes about a second, and only an engine needs it
 
     try:

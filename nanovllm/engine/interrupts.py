@@ -2,44 +2,72 @@
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 
 class DeferredInterrupt:
-    """Inside the block the first SIGINT only sets a flag, which `check` turns into KeyboardInterrupt; a second raises.
+    """Inside the block SIGINT is only noted; `check`, or else the end of the block, hands it to the handler before.
 
-    It stands aside (and does nothing) outside the main thread and where somebody has a SIGINT handler of his own. A
-    flag that nobody checked is raised when the block ends without another exception. Blocks may be nested: the
-    outermost owns the handler.
+    In a `breaking` part, which is where the time goes and where a failure can be mended, a second SIGINT is handed on
+    at once, so that a step that never ends can be left. That happens once: what mends is not torn again.
+
+    It stands aside outside the main thread and where SIGINT has no handler in Python. Blocks may be nested, also those
+    of different engines: the outermost decides.
     """
 
     def __init__(self) -> None:
-        self.pending = 0
+        self._breakable = False
+        self._count = 0
+        self._root = self
         self._previous: Any = None
 
     def __enter__(self) -> "DeferredInterrupt":
-        on_main_thread = threading.current_thread() is threading.main_thread()
-        if on_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            owner = getattr(handler, "__self__", None)
+            if isinstance(owner, DeferredInterrupt):
+                self._root = owner
+                return owner
+            if callable(handler):
+                self._previous = handler
+                signal.signal(signal.SIGINT, self._handle)
         return self
 
+    @property
+    def pending(self) -> bool:
+        """Whether there is a SIGINT that was not handed on yet."""
+        return self._count > 0
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        """A part of the block that a second SIGINT may leave at once."""
+        before, self._breakable = self._breakable, True
+        try:
+            yield
+        finally:
+            self._breakable = before
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self.pending += 1
-        if self.pending > 1:
-            raise KeyboardInterrupt
+        self._count += 1
+        if self._breakable and self._count > 1:
+            self._breakable = False
+            self.check()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if one came since the block began."""
-        if self.pending:
-            self.pending = 0
-            raise KeyboardInterrupt
+        """Raise KeyboardInterrupt (or do what the handler before does) if a SIGINT came since the block began."""
+        if self._count:
+            self._count = 0
+            self._previous(signal.SIGINT, None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._previous is not None:
+        if self._root is not self or self._previous is None:
+            return
+        if signal.getsignal(signal.SIGINT) == self._handle:  # else somebody inside the block has set one of his own
             signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
-        if error is None:
+        if error is None or isinstance(error, Exception):
             self.check()

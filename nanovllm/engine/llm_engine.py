@@ -4,31 +4,35 @@ Read `step` first. Everything above it turns prompts into sequences, everything 
 engine knows no tensor and no widget.
 """
 
-import json
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import fields
-from operator import index
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
-from nanovllm._html import ReprHTML
+from nanovllm._html import ReprHTML, shown
+from nanovllm.chat_template import ChatTemplate, TemplateFailure
 from nanovllm.config import Config, nearest_option
 from nanovllm.engine.events import EngineSnapshot, FinishReason, Journal, StepRecord, StepRow, StepTimings
 from nanovllm.engine.interrupts import DeferredInterrupt
 from nanovllm.engine.parts import Parts, active_parts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.errors import EngineBusyError, EngineDeadError, RequestError, UnsupportedModelError
+from nanovllm.errors import ConfigError, EngineBusyError, EngineDeadError, RequestError
+from nanovllm.model_folder import end_tokens
+from nanovllm.prompts import is_conversation, prompt_list, token_id_list, whole_number
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import TextPieces, load_tokenizer
+from nanovllm.worker.link import RankLink
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.tensor_parallel import start_ranks
 
@@ -57,20 +61,26 @@ class Generation(dict[str, Any], ReprHTML):
 class HookHandle:
     """Takes its step hook off again: by `remove()`, or at the end of a `with` block."""
 
-    def __init__(self, engine: "LLMEngine", key: Any) -> None:
-        self._engine, self._key = weakref.ref(engine), key
+    def __init__(self, engine: "LLMEngine", key: Any, fn: StepHook) -> None:
+        self._engine, self._key, self._fn = weakref.ref(engine), key, fn
 
     def remove(self) -> None:
-        """Detach the hook; does nothing if it is gone already."""
+        """Detach the hook; does nothing if it is gone already, or replaced by another one under the same key."""
         engine = self._engine()
         if engine is not None:
-            engine.remove_step_hook(self._key)
+            engine.remove_step_hook(self._key, self._fn)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
+
+
+class Progress(tqdm):  # type: ignore[misc]
+    """A progress bar that leaves no thread behind: without tqdm's monitor, which only helps bars that stand still."""
+
+    monitor_interval = 0
 
 
 class LLMEngine:
@@ -89,12 +99,15 @@ class LLMEngine:
     def __init__(self, model: str, parts: Parts | None = None, **options: Any) -> None:
         self.parts = active_parts() if parts is None else parts
         self._door = threading.Lock()
+        self._inside: int | None = None  # the thread that went through the door
         self._born = perf_counter()
         self._journal = Journal()
         self._hooks: dict[Any, StepHook] = {}
         self._in_step: list[Sequence] | None = None  # what was scheduled, while a step is under way
         self._unclaimed: dict[int, Sequence] = {}
+        self._streamed: set[int] = set()  # requests whose text goes to an iterator
         self._abandoned: list[int] = []
+        self._chat_template: ChatTemplate | None = None
         self.step_count = 0
         resolve = self.parts.resolve
         # 1) the configuration, and the block size that ad-hoc sequences get
@@ -105,15 +118,15 @@ class LLMEngine:
         self.ps, self.events = self.ranks.ps, self.ranks.events
         try:
             self.model_runner: ModelRunner = resolve(ModelRunner)(self.config, 0, self.ranks, self.parts)
+            self.ranks.wait_ready()
             # 3) the tokenizer, in this process only, and with it the end tokens
-            self.tokenizer = AutoTokenizer.from_pretrained(
-                self.config.model, use_fast=True, trust_remote_code=False, local_files_only=True
-            )
+            folder, vocab_size = Path(self.config.model), self.model_runner.vocab_size
+            self.tokenizer = load_tokenizer(folder, vocab_size)
             self.config.eos = -1 if self.tokenizer.eos_token_id is None else self.tokenizer.eos_token_id
-            self.config.stop_token_ids = self.config.stop_token_ids or generation_stop_ids(self.config.model)
+            self.config.stop_token_ids = self.config.stop_token_ids or end_tokens(folder, vocab_size)
             # 4) the scheduler, and a way out: at `exit`, at garbage collection and at the interpreter's end
             self.scheduler: Scheduler = resolve(Scheduler)(self.config, resolve)
-            self._finalizer = weakref.finalize(self, self.model_runner.call, "exit")
+            self._finalizer = weakref.finalize(self, end_ranks, self.ranks)
         except BaseException:
             self.ranks.stop()
             raise
@@ -126,15 +139,18 @@ class LLMEngine:
         The count is the number of computed tokens of a step that computed prompt tokens (cached ones are not in it),
         minus the number of rows of a decode step, and 0 when there was nothing to do.
         """
-        with self._entered("step()"):
+        with self._entered("step()") as interrupt:
             try:
-                seqs, num_tokens = self._step()
+                seqs, num_tokens = self._step(interrupt)
             except BaseException:
                 self._give_up(None)
                 raise
-        return [(seq.seq_id, seq.completion_token_ids) for seq in seqs if seq.is_finished], num_tokens
+            finished = [seq for seq in seqs if seq.is_finished]
+            if interrupt.pending:  # the step is whole, but nobody will receive what it returns
+                self._keep(finished)
+        return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
 
-    def _step(self) -> tuple[list[Sequence], int]:
+    def _step(self, interrupt: DeferredInterrupt) -> tuple[list[Sequence], int]:
         self._abort_abandoned()
         if self.scheduler.is_finished():
             return [], 0
@@ -145,7 +161,8 @@ class LLMEngine:
         scheduled = perf_counter()
         rows = self._rows(seqs) if self._hooks else []
         launched = perf_counter()
-        token_ids = self.model_runner.call("run", seqs, is_prefill)
+        with interrupt.breaking():
+            token_ids = self.model_runner.call("run", seqs, is_prefill)
         ran = perf_counter()
         self.scheduler.postprocess(seqs, token_ids, is_prefill)
         self._in_step = None
@@ -153,8 +170,13 @@ class LLMEngine:
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs) if is_prefill else -len(seqs)
         if self._hooks:
             timings = StepTimings(scheduled - started, ran - launched, perf_counter() - ran)
-            self._publish(self._record(rows, token_ids, timings))
+            with interrupt.breaking():
+                self._publish(self._record(rows, token_ids, timings))
         return seqs, num_tokens
+
+    def _keep(self, seqs: list[Sequence]) -> None:
+        """Keep what finished in somebody else's call for `get_output`."""
+        self._unclaimed.update((seq.seq_id, seq) for seq in seqs if seq.seq_id not in self._streamed)
 
     def _abort_abandoned(self) -> None:
         while self._abandoned:
@@ -168,17 +190,19 @@ class LLMEngine:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt (text or token ids); returns its seq_id. Raises `RequestError` if it can never be served."""
-        with self._entered("add_request()"):
-            return self.scheduler.add(self._sequence(prompt, sampling_params))
+        with self._entered("add_request()") as interrupt:
+            seq = self._sequence(prompt, sampling_params)
+            interrupt.check()
+            return self.scheduler.add(seq)
 
     def abort(self, seq_id: int) -> bool:
         """Give up a request wherever it is and free its blocks; False if no unfinished request has that number."""
         with self._entered("abort()"):
-            return self.scheduler.abort(seq_id)
+            return self.scheduler.abort(whole_number(seq_id))
 
     def get_output(self, seq_id: int) -> Generation | None:
         """The result of a request queued by hand that finished during a `generate` or `stream`; handed out once."""
-        seq = self._unclaimed.pop(seq_id, None)
+        seq = self._unclaimed.pop(whole_number(seq_id), None)
         return None if seq is None else self._generation(seq)
 
     def generate(
@@ -193,15 +217,19 @@ class LLMEngine:
         out. use_tqdm: show a progress bar with both rates in tok/s. Raises `RequestError` before anything is queued.
         If it fails or is interrupted, its requests are gone and the engine is ready for the next call.
         """
-        with self._entered("generate()"), DeferredInterrupt() as interrupt:
-            prompts = [prompts] if is_one_prompt(prompts) else list(prompts)
-            params = self.broadcast(sampling_params, len(prompts))
-            seqs = [self._sequence(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-            with tqdm(total=len(seqs), desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with self._entered("generate()") as interrupt:
+            with interrupt.breaking():  # nothing is queued yet
+                if not isinstance(use_tqdm, int):
+                    raise RequestError(f"use_tqdm must be True or False, got {shown(use_tqdm)}")
+                every = prompt_list(prompts)
+                params = self.broadcast(sampling_params, len(every))
+                seqs = [self._sequence(prompt, each) for prompt, each in zip(every, params, strict=True)]
+            shows = use_tqdm and sys.stderr is not None
+            with Progress(total=len(seqs), desc="Generating", disable=not shows, dynamic_ncols=True) as bar:
                 self._run_until_idle(seqs, bar, interrupt)
             return [self._generation(seq) for seq in seqs]
 
-    def _run_until_idle(self, seqs: list[Sequence], bar: "tqdm[Any]", interrupt: DeferredInterrupt) -> None:
+    def _run_until_idle(self, seqs: list[Sequence], bar: Progress, interrupt: DeferredInterrupt) -> None:
         """The main loop: step until no request is left, those that were queued by hand included."""
         own: set[int] = set()
         rates = {"Prefill": "0 tok/s", "Decode": "0 tok/s"}
@@ -210,13 +238,11 @@ class LLMEngine:
                 own.add(self.scheduler.add(seq))
             while not self.scheduler.is_finished():
                 started = perf_counter()
-                ran, num_tokens = self._step()
+                ran, num_tokens = self._step(interrupt)
                 elapsed = perf_counter() - started
-                for seq in ran:
-                    if seq.is_finished and seq.seq_id in own:
-                        bar.update(1)
-                    elif seq.is_finished:
-                        self._unclaimed[seq.seq_id] = seq
+                finished = [seq for seq in ran if seq.is_finished]
+                self._keep([seq for seq in finished if seq.seq_id not in own])
+                bar.update(sum(seq.seq_id in own for seq in finished))
                 # The sign of num_tokens tells the phase; a mixed step counts for both.
                 if num_tokens > 0:
                     rates["Prefill"] = f"{self.scheduler.num_prefill_tokens / elapsed:,.0f} tok/s"
@@ -240,19 +266,28 @@ class LLMEngine:
         """
         if is_conversation(messages):
             return self.generate(self.chat_prompt(messages), sampling_params, use_tqdm)[0]
+        if not isinstance(messages, (list, tuple)):
+            raise RequestError(f"chat() takes a conversation or a list of conversations, got {shown(messages)}")
         return self.generate([self.chat_prompt(each) for each in messages], sampling_params, use_tqdm)
 
     def chat_prompt(self, messages: SequenceOf[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation in the model's chat template, ready for the assistant's turn."""
-        if not getattr(self.tokenizer, "chat_template", None):
+        template = getattr(self.tokenizer, "chat_template", None)
+        if not isinstance(template, str):
             raise RequestError(
                 f"the tokenizer in {self.config.model} has no chat template; use generate() with plain text"
             )
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:
-            raise RequestError(f"the chat template cannot render {messages!r}: {error}") from error
-        return self.encode(text, add_special_tokens=False)
+        if not is_conversation(messages):
+            example = '[{"role": "user", "content": "…"}]'
+            raise RequestError(f"a conversation is a list like {example}; got {shown(messages)}")
+        with self._entered("chat_prompt()") as interrupt, interrupt.breaking():
+            if self._chat_template is None or self._chat_template.text != template:
+                self._chat_template = ChatTemplate(template, self.tokenizer.special_tokens_map)
+            try:
+                text = self._chat_template.render([dict(message) for message in messages])
+            except TemplateFailure as error:
+                raise RequestError(f"the model's chat template cannot render {shown(messages)}: {error}") from error
+            return self.encode(text, add_special_tokens=False)
 
     def stream(self, prompt: Prompt | SequenceOf[Any], sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Generate for one prompt (or conversation) and yield its text piece by piece; the pieces join to the text.
@@ -260,8 +295,9 @@ class LLMEngine:
         Characters whose bytes are spread over several tokens are held back until they are whole. Closing the iterator
         early aborts the request.
         """
+        if is_conversation(prompt):
+            prompt = self.chat_prompt(cast("SequenceOf[Mapping[str, str]]", prompt))
         with self._entered("stream()"):
-            prompt = self.chat_prompt(prompt) if is_conversation(prompt) else prompt
             seq = self._sequence(prompt, sampling_params)
         return self._stream(seq)
 
@@ -269,13 +305,11 @@ class LLMEngine:
         pieces = TextPieces(self.tokenizer)
         try:
             while not seq.is_finished:
-                with self._entered("stream()"), DeferredInterrupt() as interrupt:
+                with self._entered("stream()") as interrupt:
                     if seq.seq_id < 0:
-                        self.scheduler.add(seq)
+                        self._streamed.add(self.scheduler.add(seq))
                     try:
-                        for other in self._step()[0]:
-                            if other.is_finished and other is not seq:
-                                self._unclaimed[other.seq_id] = other
+                        self._keep([other for other in self._step(interrupt)[0] if other.is_finished])
                         interrupt.check()
                     except BaseException:
                         self._give_up({seq.seq_id})
@@ -287,12 +321,16 @@ class LLMEngine:
             if piece:
                 yield piece
         finally:
-            if seq.seq_id >= 0 and not seq.is_finished:
-                # A forgotten iterator is closed by the garbage collector, at any moment and in any thread.
-                self._abandoned.append(seq.seq_id)
-                if self._door.acquire(blocking=False):
-                    self._abort_abandoned()
-                    self._door.release()
+            with DeferredInterrupt():
+                self._streamed.discard(seq.seq_id)
+                if seq.seq_id >= 0 and not seq.is_finished:
+                    # A forgotten iterator is closed by the garbage collector, at any moment and in any thread.
+                    self._abandoned.append(seq.seq_id)
+                    if self._door.acquire(blocking=False):
+                        try:
+                            self._abort_abandoned()
+                        finally:
+                            self._door.release()
 
     # ---- watching ------------------------------------------------------------------------------------------------
 
@@ -301,14 +339,18 @@ class LLMEngine:
 
         A hook that raises is reported once, by name, and removed.
         """
-        key = fn if key is None else key
+        if not callable(fn):
+            raise ConfigError(f"a step hook must be callable, got {shown(fn)}")
+        key = hook_key(fn if key is None else key)
         self._hooks[key] = fn
         self.scheduler.watch(self._journal)
-        return HookHandle(self, key)
+        return HookHandle(self, key, fn)
 
-    def remove_step_hook(self, key: Any) -> None:
-        """Detach the hook of that key, if there is one. Without hooks nothing is recorded."""
-        self._hooks.pop(key, None)
+    def remove_step_hook(self, key: Any, fn: StepHook | None = None) -> None:
+        """Detach the hook of that key (only if it is `fn`, if given). Without hooks nothing is recorded."""
+        key = hook_key(key)
+        if fn is None or self._hooks.get(key) is fn:
+            self._hooks.pop(key, None)
         if not self._hooks:
             self.scheduler.watch(None)
             self._journal.drain()
@@ -324,7 +366,9 @@ class LLMEngine:
         return self.add_step_hook(fn)
 
     def snapshot(self) -> EngineSnapshot:
-        """The whole state between two steps; its cost grows with the pool."""
+        """The whole state between two steps; its cost grows with the pool. A step hook may ask for it."""
+        if self._inside not in (None, threading.get_ident()):
+            raise EngineBusyError("snapshot(): the engine is in the middle of a call in another thread")
         scheduler = self.scheduler
         return EngineSnapshot(
             step=self.step_count,
@@ -375,12 +419,14 @@ class LLMEngine:
 
     def _publish(self, record: StepRecord) -> None:
         for key, hook in list(self._hooks.items()):
+            if self._hooks.get(key) is not hook:
+                continue  # another hook has just removed or replaced it
             try:
                 hook(record)
             except Exception as error:
-                self.remove_step_hook(key)
-                name = getattr(hook, "__qualname__", repr(hook))
-                warnings.warn(f"step hook {name} raised {error!r} in step {record.step} and was removed", stacklevel=2)
+                self.remove_step_hook(key, hook)
+                name = getattr(hook, "__qualname__", None) or shown(hook)
+                report(f"step hook {name} raised {shown(error)} in step {record.step} and was removed")
 
     # ---- text and tokens -----------------------------------------------------------------------------------------
 
@@ -390,11 +436,19 @@ class LLMEngine:
             text.encode()
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(f"the prompt {text[:60]!r} cannot be tokenized: {error}") from error
+            raise RequestError(f"the prompt {shown(text)} cannot be tokenized: {error}") from error
 
     def decode(self, token_ids: SequenceOf[int]) -> str:
-        """Text of token ids, without special tokens."""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        """Text of token ids, without special tokens. Raises `RequestError` for what are no token ids."""
+        ids = self._checked_ids(token_ids)
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _checked_ids(self, token_ids: Any) -> list[int]:
+        ids, vocab_size = token_id_list(token_ids), self.model_runner.vocab_size
+        wrong = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
+        if wrong is not None:
+            raise RequestError(f"token id {shown(wrong)} is not in the model's vocabulary (0 to {vocab_size - 1})")
+        return ids
 
     def _generation(self, seq: Sequence) -> Generation:
         return Generation(self.decode(seq.completion_token_ids), seq)
@@ -406,7 +460,8 @@ class LLMEngine:
         if isinstance(sampling_params, SamplingParams):
             return [sampling_params] * num_prompts
         if not isinstance(sampling_params, (list, tuple)):
-            raise RequestError(f"sampling_params must be a SamplingParams or a list of them, got {sampling_params!r}")
+            got = shown(sampling_params)
+            raise RequestError(f"sampling_params must be a SamplingParams or a list of them, got {got}")
         if len(sampling_params) != num_prompts:
             raise RequestError(
                 f"{num_prompts} prompts but {len(sampling_params)} sampling params; give one for all or one for each"
@@ -417,14 +472,13 @@ class LLMEngine:
         """A checked sequence, not yet queued. Raises `RequestError` with value, limit and remedy."""
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params must be a SamplingParams, got {params!r}")
-        token_ids = self.encode(prompt) if isinstance(prompt, str) else token_id_list(prompt)
-        vocab_size = self.model_runner.vocab_size
+            raise RequestError(f"sampling_params must be a SamplingParams, got {shown(params)}")
+        # The caller's object may have been changed since it was checked, and may be changed while the request runs.
+        params = copy(params)
+        SamplingParams.__post_init__(params)
+        token_ids = self._checked_ids(self.encode(prompt) if isinstance(prompt, str) else prompt)
         if not token_ids:
             raise RequestError("the prompt is empty; a model needs at least one token to continue")
-        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-        if wrong is not None:
-            raise RequestError(f"token id {wrong} is not in the model's vocabulary (0 to {vocab_size - 1})")
         if len(token_ids) > self.config.max_model_len:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens, the limit is max_model_len={self.config.max_model_len}; "
@@ -442,79 +496,62 @@ class LLMEngine:
     # ---- staying whole -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _entered(self, name: str) -> Iterator[None]:
-        """One caller at a time: hooks and other threads are told so instead of tearing a step apart."""
-        if not self._finalizer.alive:
-            raise EngineDeadError(f"{name}: this engine was closed; build a new LLM")
-        if not self._door.acquire(blocking=False):
-            raise EngineBusyError(
-                f"{name}: the engine is in the middle of a call; call it neither from a step hook nor from a second thread"
-            )
-        try:
-            yield
-        finally:
-            self._door.release()
+    def _entered(self, name: str) -> Iterator[DeferredInterrupt]:
+        """One caller at a time: hooks and other threads are told so instead of tearing a step apart.
+
+        Interrupts wait at the door as well, until the caller is out again, so it is never left locked.
+        """
+        with DeferredInterrupt() as interrupt:
+            if not self._finalizer.alive:
+                raise EngineDeadError(f"{name}: this engine was closed; build a new LLM")
+            # Another thread may hold the door for a moment, to take away an iterator that nobody wants any more.
+            patience = 0 if self._inside is not None else 0.2
+            if not self._door.acquire(timeout=patience):
+                raise EngineBusyError(
+                    f"{name}: the engine is in the middle of a call; "
+                    "call it neither from a step hook nor from a second thread"
+                )
+            self._inside = threading.get_ident()
+            try:
+                yield interrupt
+            finally:
+                self._inside = None
+                self._door.release()
 
     def _give_up(self, own: set[int] | None) -> None:
         """After a failure: drop the requests `own` (None: those of the failed step); the engine is whole afterwards."""
         failed_step, self._in_step = self._in_step, None
-        if failed_step is not None:
-            everything = {seq.seq_id for seq in (*self.scheduler.waiting, *self.scheduler.running)}
-            self.scheduler.recover({seq.seq_id for seq in failed_step} or everything if own is None else own)
-        else:
+        if failed_step is None:
             for seq_id in own or ():
                 self.scheduler.abort(seq_id)
+        elif own is None:
+            everything = {seq.seq_id for seq in (*self.scheduler.waiting, *self.scheduler.running)}
+            self.scheduler.recover({seq.seq_id for seq in failed_step} or everything)
+        else:
+            self.scheduler.recover(own)
         if not self.ranks.is_alive():
-            self.exit()
+            self._close()
 
     def exit(self) -> None:
         """Give memory and processes back. Safe to call again; also called at garbage collection and at exit."""
         if self._finalizer.alive:
+            with self._entered("exit()"):
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            self.model_runner.call("exit")
+        finally:
             self._finalizer()
             self._hooks.clear()
+            if self._chat_template is not None:
+                self._chat_template.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.exit()
-
-
-class TextPieces:
-    """Turns a growing list of token ids into pieces of text that join to the text of the whole list.
-
-    Only the tail is decoded each time: from `start`, where a piece last began, so the cost stays linear.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.start = 0  # tokens before it only give context no longer needed
-        self.read = 0  # tokens whose text was handed out
-        self.sent = ""
-
-    def _decode(self, token_ids: SequenceOf[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def push(self, token_ids: list[int], is_last: bool) -> str:
-        """The text that the new tokens add; "" while a character is incomplete.
-
-        A tokenizer may write a token differently at the very beginning (a leading space), so the text of the tokens
-        from `start` on is compared with and without the new ones. A replacement character at the end means that bytes
-        are missing. At the end whatever is left of the whole text is handed out.
-        """
-        if is_last:
-            whole = self._decode(token_ids)
-            piece = whole[len(self.sent) :]
-            self.sent = whole
-            return piece
-        before = self._decode(token_ids[self.start : self.read])
-        now = self._decode(token_ids[self.start :])
-        if len(now) <= len(before) or now.endswith("\ufffd"):
-            return ""
-        piece = now[len(before) :]
-        self.start, self.read = self.read, len(token_ids)
-        self.sent += piece
-        return piece
 
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -527,44 +564,27 @@ def known_options(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in known}
 
 
-def generation_stop_ids(model: str) -> tuple[int, ...]:
-    """End tokens that the model's generation config names; () without such a file."""
-    path = Path(model, "generation_config.json")
+def hook_key(key: Any) -> Any:
+    """`key`, or its identity where it cannot be hashed."""
     try:
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    except (ValueError, AttributeError) as error:
-        raise UnsupportedModelError(f"cannot read {path}: {error}") from error
-    ids = eos if isinstance(eos, list) else [eos]
-    return tuple(token_id for token_id in ids if isinstance(token_id, int))
+        hash(key)
+    except TypeError:
+        return id(key)
+    return key
 
 
-def is_conversation(value: Any) -> bool:
-    """Whether `value` is one chat conversation: a list of messages."""
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, Mapping) for item in value)
-
-
-def is_one_prompt(prompts: Any) -> bool:
-    """Whether `prompts` is a single prompt: a string, or a flat list of token ids."""
-    if isinstance(prompts, str):
-        return True
-    if not isinstance(prompts, (list, tuple)) and not hasattr(prompts, "tolist"):
-        raise RequestError(f"prompts must be text, token ids, or a list of either; got {prompts!r}")
+def report(message: str) -> None:
+    """Warn; where warnings are errors, print instead, because a failed hook must not end a run."""
     try:
-        index(prompts[0])
-    except (TypeError, IndexError):
-        return False
-    return True
+        warnings.warn(message, stacklevel=3)
+    except Warning:
+        print(message, file=sys.stderr)
 
 
-def token_id_list(prompt: Any) -> list[int]:
-    """A list of ints from any list-like of integers (lists, tuples, integer arrays and tensors; bools are refused)."""
-    try:
-        items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-        if any(isinstance(item, bool) for item in items):
-            raise TypeError("a bool is not a token id")
-        return [index(item) for item in items]
-    except TypeError as error:
-        raise RequestError(f"a prompt must be text or a list of token ids; got {prompt!r}: {error}") from error
+def end_ranks(ranks: RankLink) -> None:
+    """End the other ranks and let go of them: what is left to do when the engine itself is gone."""
+    with ranks.running("exit", ()):
+        ranks.close()
 
 
 __all__ = ["FinishReason", "Generation", "HookHandle", "LLMEngine", "Prompt"]

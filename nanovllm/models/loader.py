@@ -7,7 +7,6 @@ Two tensors may be left over. `…rotary_emb.inv_freq` is computed here. With ti
 there if it equals the embedding; if it differs, file and config.json contradict each other, and that is an error.
 """
 
-import json
 from collections.abc import Iterable
 from contextlib import ExitStack
 from hashlib import sha256
@@ -19,9 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanovllm.config import Config
-from nanovllm.errors import WeightError
+from nanovllm.errors import MemoryBudgetError, WeightError
+from nanovllm.machine import require_memory
+from nanovllm.model_folder import file_in, read_table
 from nanovllm.models.decoder import DecoderForCausalLM
 
+INDEX_NAME = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 Target = tuple[str, Any, "tuple[int, ...] | None"]  # parameter, shard id, shape in the checkpoint
 
@@ -95,11 +97,19 @@ def checkpoint_tensors(model: DecoderForCausalLM) -> dict[str, Target]:
 def materialize(model: DecoderForCausalLM) -> None:
     """Give every parameter memory on the model's device, in its dtype; what hangs on a parameter stays on it."""
     device, dtype = model.target_device, model.target_dtype
+    size = sum(param.numel() for param in model.parameters()) * dtype.itemsize
+    remedy = "choose a smaller model or a smaller dtype"
+    if device.type == "cpu":
+        require_memory(size, "the model", remedy)
     made: dict[int, nn.Parameter] = {}  # a tied parameter is one, and stays one
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(param) not in made:
-                new = nn.Parameter(torch.empty_like(param, device=device, dtype=dtype), requires_grad=False)
+                try:
+                    memory = torch.empty_like(param, device=device, dtype=dtype)
+                except RuntimeError as error:  # what torch raises for want of memory, on every device
+                    raise MemoryBudgetError(f"no room on {device} for a model of {size:,} bytes; {remedy}") from error
+                new = nn.Parameter(memory, requires_grad=False)
                 new.__dict__.update(param.__dict__)
                 made[id(param)] = new
             setattr(module, name, made[id(param)])
@@ -128,35 +138,24 @@ def randomize(model: DecoderForCausalLM, seed: int) -> None:
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The safetensors files to read, and the index that lists their tensors, if there is one."""
-    index_path = folder / "model.safetensors.index.json"
-    if not index_path.exists():
+    table = read_table(folder, INDEX_NAME, error=WeightError)
+    if table is None:
         single = folder / "model.safetensors"
         paths = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
         if not paths:
             others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
             there = f" (it has {', '.join(others[:5])}; only safetensors are read)" if others else ""
             raise WeightError(f"{folder} has no weights: no *.safetensors file{there}")
-        return [_inside(folder, path.name) for path in paths], None
-    try:
-        index = json.loads(_inside(folder, index_path.name).read_text(encoding="utf-8"))["weight_map"]
-        if not isinstance(index, dict) or not all(isinstance(value, str) for value in index.values()) or not index:
-            raise ValueError("weight_map is not a table of file names")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WeightError(f"{index_path} cannot be read: {type(error).__name__}: {error}") from error
-    return [_inside(folder, name) for name in sorted(set(index.values()))], index
+        return [_weight_file(folder, path.name) for path in paths], None
+    index = table.get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(value, str) for value in index.values()) or not index:
+        raise WeightError(f"{folder / INDEX_NAME} cannot be read: weight_map is not a table of file names")
+    return [_weight_file(folder, name) for name in sorted(set(index.values()))], index
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """The file `name` of `folder`, refused if it lies elsewhere, be it by `../`, by an absolute path or by a link.
-
-    One link is followed out: the Hugging Face cache keeps files as snapshots/<revision>/<name> -> ../../blobs/<hash>.
-    """
-    root = folder.resolve()
-    path = (root / name).resolve()
-    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
-    if Path(name).name != name or not (path.is_relative_to(root) or path.is_relative_to(blobs)):
-        raise WeightError(f"{folder}: weight file {name!r} lies outside the model folder")
-    if not path.is_file():
+def _weight_file(folder: Path, name: str) -> Path:
+    path = file_in(folder, name, WeightError)
+    if path is None:
         raise WeightError(f"{folder}: weight file {name!r} is missing")
     return path
 

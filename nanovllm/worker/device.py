@@ -33,7 +33,7 @@ def select_dtype(name: str, device: torch.device, model_dtype: torch.dtype | Non
         assert isinstance(dtype, torch.dtype), f"{name} is not a dtype"
         return dtype
     if device.type == "cuda":
-        dtype = model_dtype or torch.bfloat16
+        dtype = model_dtype if model_dtype in (torch.float32, torch.float16) else torch.bfloat16
         return torch.float16 if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(False) else dtype
     return torch.bfloat16 if cpu_computes_bfloat16() else torch.float32
 

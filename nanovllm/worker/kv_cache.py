@@ -3,12 +3,15 @@
 It knows sizes and devices, and nothing about which block belongs to whom.
 """
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.config import Config
 from nanovllm.errors import MemoryBudgetError
+from nanovllm.machine import require_memory
 
 
 def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> int:
@@ -65,12 +68,11 @@ def allocate_kv_cache(
     shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
+    remedy = "lower num_kvcache_blocks, kvcache_block_size, max_model_len or kv_cache_memory"
+    require_memory(size, f"a KV pool of {num_blocks} blocks of {block_size} tokens", remedy)
     try:
         memory = np.zeros(size, np.uint8)
     except MemoryError as error:
-        raise MemoryBudgetError(
-            f"a KV pool of {num_blocks} blocks needs {size / (1 << 30):.1f} GiB, which this machine cannot give; "
-            "lower num_kvcache_blocks or kv_cache_memory"
-        ) from error
+        raise MemoryBudgetError(f"this machine cannot give {size:,} bytes for the KV pool; {remedy}") from error
     return torch.from_numpy(memory).view(dtype).view(shape)

@@ -6,6 +6,7 @@ own and repeat what rank 0 does (`call`). A runner keeps nothing about sequences
 
 import gc
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import build_model, load_model, prepare_for_device
 from nanovllm.models.fuse import install_fused
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.worker.cuda_graphs import DecodeGraphs
 from nanovllm.worker.device import select_device, select_dtype
 from nanovllm.worker.input_batch import BatchArrays, InputBatch, InputBatchBuilder
@@ -58,18 +60,16 @@ class ModelRunner:
         self.graphs = self._capture_graphs()
 
     def _build_model(self, parts: Parts) -> tuple[AttentionBackend, Any]:
-        config = self.config
-        heads = config.hf_config.num_attention_heads
-        head_dim = getattr(config.hf_config, "head_dim", None) or config.hf_config.hidden_size // heads
+        config, facts = self.config, ModelConfig.from_hf(self.config.hf_config)
         backend, _reason = select_backend(
-            config.attention_backend, self.device, self.dtype, head_dim, config.kvcache_block_size
+            config.attention_backend, self.device, self.dtype, facts.head_dim, config.kvcache_block_size
         )
         attention = parts.resolve(backend)(
-            self.tp.share(heads, "attention heads"),
-            self.tp.share(getattr(config.hf_config, "num_key_value_heads", None) or heads, "kv heads"),
-            head_dim, head_dim**-0.5, config.kvcache_block_size,
-        )  # fmt: skip
-        model = build_model(config.hf_config, self.tp, attention, parts.resolve, self.dtype, self.device)
+            *facts.heads_on_rank(self.tp), facts.head_dim, facts.scale, config.kvcache_block_size
+        )
+        model = build_model(
+            config.hf_config, self.tp, attention, parts.resolve, self.dtype, self.device, config.max_model_len
+        )
         load_model(model, config)
         prepare_for_device(model, self.device, self.dtype, config.quantization)
         return attention, model.eval()
@@ -189,11 +189,20 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Let go of model, cache and link. Safe to call again."""
-        self.model = self.kv_cache = self.sampler = self.graphs = None
         self.link.close()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for name in ("model", "kv_cache", "sampler", "graphs"):
+            setattr(self, name, None)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def __del__(self) -> None:
+        """Of an engine that was not closed: torch keeps a GPU's memory for later unless it is told otherwise."""
+        if hasattr(self, "device") and self.device.type == "cuda" and not sys.is_finalizing():
+            self._give_back()
 
 
 def spread(token_ids: list[int], seqs: list[Sequence]) -> list[int | None]:
