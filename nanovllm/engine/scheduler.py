@@ -87,41 +87,62 @@ class Scheduler:
 
         Decoding rows come before prefilling ones. Never empty while work remains, never over the token budget.
         """
-        if self.policy == "mixed":
-            preempted_before = self.num_preemptions
-            seqs = self.schedule_decodes()
-            # Where a block is so dear that somebody just lost his, newcomers wait.
-            admit = self.num_preemptions == preempted_before
-            seqs += self.schedule_prefills(self.token_budget - len(seqs), admit)
-        else:
-            seqs = self.schedule_prefills(self.token_budget) or self.schedule_decodes()
+        seqs = self.schedule_mixed() if self.policy == "mixed" else self.schedule_prefill_first()
         assert seqs or self.is_finished(), "work remains, but no sequence could be scheduled"
         prefilling = [seq.num_scheduled_tokens for seq in seqs if seq.is_prefilling]
         self.num_prefill_tokens = sum(prefilling)
         self.num_decode_tokens = len(seqs) - len(prefilling)
         return seqs, bool(prefilling)
 
+    def schedule_prefill_first(self) -> list[Sequence]:
+        """Prompts as long as there is one that can be computed; otherwise a token for everybody."""
+        return self.schedule_prefills(self.token_budget) or self.schedule_decodes()
+
+    def schedule_mixed(self) -> list[Sequence]:
+        """A token for everybody, and prompts with what that leaves of the budget."""
+        preempted_before = self.num_preemptions
+        seqs = self.schedule_decodes()
+        # Where a block is so dear that somebody just lost his, newcomers wait.
+        admit = self.num_preemptions == preempted_before
+        return seqs + self.schedule_prefills(self.token_budget - len(seqs), admit)
+
     def schedule_prefills(self, budget: int, admit: bool = True) -> list[Sequence]:
-        """Prompt chunks of at most `budget` tokens in all: first those under way, then newcomers, in order of arrival.
+        """Prompt chunks of at most `budget` (and `prefill_chunk`) tokens in all: first those under way, then newcomers.
 
         The last one is cut to what is left of the budget. With 100 tokens of budget, prompts of 60 and 90 tokens
         compute 60 and 40 in this step, and the second its other 50 in the next.
         """
         budget = min(budget, self.prefill_chunk)
+        seqs = self.continue_prefills(budget)
+        if admit:
+            seqs += self.admit_waiting(budget - sum(seq.num_scheduled_tokens for seq in seqs))
+        return seqs
+
+    def continue_prefills(self, budget: int) -> list[Sequence]:
+        """The next chunk of every prompt under way, in the order of their seats, while the budget lasts."""
         seqs: list[Sequence] = []
         for seq in self.running:
             if budget > 0 and seq.is_prefilling:
-                budget -= self.plan(seq, min(seq.num_tokens - seq.num_computed_tokens, budget))
+                budget -= self.plan_chunk(seq, budget)
                 seqs.append(seq)
-        while admit and budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
+        return seqs
+
+    def admit_waiting(self, budget: int) -> list[Sequence]:
+        """Seats and first chunks for waiting sequences, while tokens, seats and blocks last."""
+        seqs: list[Sequence] = []
+        while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
+            seq = self.next_waiting()
             if not self.block_manager.can_allocate(seq):
-                break  # first come, first served: nobody overtakes the one that waits for room
-            self.waiting.popleft()
+                break  # nobody overtakes the one that waits for room
+            self.waiting.remove(seq)
             self.admit(seq)
-            budget -= self.plan(seq, min(seq.num_tokens - seq.num_computed_tokens, budget))
+            budget -= self.plan_chunk(seq, budget)
             seqs.append(seq)
         return seqs
+
+    def next_waiting(self) -> Sequence:
+        """Whose turn it is: first come, first served, and whoever lost a seat stands in front."""
+        return self.waiting[0]
 
     def admit(self, seq: Sequence) -> None:
         """Give a waiting sequence a seat and blocks for all of its tokens, so that a prefill never gets stuck."""
@@ -152,13 +173,18 @@ class Scheduler:
                 seqs.append(seq)
         return seqs
 
-    def plan(self, seq: Sequence, num_tokens: int) -> int:
+    def plan_chunk(self, seq: Sequence, budget: int) -> int:
+        """Let `seq` compute as much of what it has to catch up with as the budget allows; returns how many tokens."""
+        num_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
+        self.plan(seq, num_tokens)
+        return num_tokens
+
+    def plan(self, seq: Sequence, num_tokens: int) -> None:
         """Let `seq` compute `num_tokens` tokens in this step; the blocks that fills become findable at once."""
         seq.num_scheduled_tokens = num_tokens
         end = seq.num_computed_tokens + num_tokens
         if end // seq.block_size > seq.num_hashed_blocks:
             self.block_manager.cache_full_blocks(seq, end)
-        return num_tokens
 
     def preempt(self, seq: Sequence) -> None:
         """Take the last-seated sequence's blocks; it will be the first to get a seat again, and be computed anew."""
@@ -210,6 +236,9 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Mark a sequence as ended and free its blocks; the caller takes it out of its queue."""
         self.block_manager.free(seq)
+        self._end(seq, reason)
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         if self.journal is not None:
@@ -233,13 +262,13 @@ class Scheduler:
         Nothing that the failed step left behind is trusted, so the pool is emptied, the prefix cache with it.
         """
         seqs = sorted({*self.waiting, *self.running}, key=lambda seq: seq.seq_id)
-        self.block_manager.reset()
         self.waiting.clear()
         self.running.clear()
+        self.block_manager.reset()
         for seq in seqs:
             seq.block_table, seq.num_hashed_blocks, seq.num_computed_tokens = (), 0, 0
             if seq.seq_id in dropped or seq.is_finished:
-                self.finish(seq, seq.finish_reason or FinishReason.ABORT)
+                self._end(seq, seq.finish_reason or FinishReason.ABORT)
                 continue
             if seq.status is SequenceStatus.RUNNING:
                 seq.status = SequenceStatus.PREEMPTED
