@@ -27,11 +27,12 @@ from nanovllm.engine.interrupts import DeferredInterrupt
 from nanovllm.engine.parts import Parts, active_parts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.text_pieces import TextPieces
 from nanovllm.errors import ConfigError, EngineBusyError, EngineDeadError, RequestError
 from nanovllm.model_folder import end_tokens
 from nanovllm.prompts import is_conversation, prompt_list, token_id_list, whole_number
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import TextPieces, load_tokenizer
+from nanovllm.tokenizer import load_tokenizer
 from nanovllm.worker.link import RankLink
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.tensor_parallel import start_ranks
@@ -47,8 +48,8 @@ class Generation(dict[str, Any], ReprHTML):
     `num_prompt_tokens` and `num_cached_tokens` (prompt tokens taken from the prefix cache).
     """
 
-    def __init__(self, text: str, seq: Sequence) -> None:
-        super().__init__(text=text, token_ids=seq.completion_token_ids)
+    def __init__(self, text: str, token_ids: list[int], seq: Sequence) -> None:
+        super().__init__(text=text, token_ids=token_ids)
         self.finish_reason = str(seq.finish_reason)
         self.num_prompt_tokens = seq.num_prompt_tokens
         self.num_cached_tokens = seq.num_cached_tokens
@@ -203,7 +204,7 @@ class LLMEngine:
     def get_output(self, seq_id: int) -> Generation | None:
         """The result of a request queued by hand that finished during a `generate` or `stream`; handed out once."""
         seq = self._unclaimed.pop(whole_number(seq_id), None)
-        return None if seq is None else self._generation(seq)
+        return None if seq is None else self._generation(seq, seq.completion_token_ids)
 
     def generate(
         self,
@@ -226,33 +227,60 @@ class LLMEngine:
                 seqs = [self._sequence(prompt, each) for prompt, each in zip(every, params, strict=True)]
             shows = use_tqdm and sys.stderr is not None
             with Progress(total=len(seqs), desc="Generating", disable=not shows, dynamic_ncols=True) as bar:
-                self._run_until_idle(seqs, bar, interrupt)
-            return [self._generation(seq) for seq in seqs]
+                outputs = self._run_until_idle(seqs, bar, interrupt)
+            return [self._generation(seq, token_ids) for seq, token_ids in zip(seqs, outputs, strict=True)]
 
-    def _run_until_idle(self, seqs: list[Sequence], bar: Progress, interrupt: DeferredInterrupt) -> None:
-        """The main loop: step until no request is left, those that were queued by hand included."""
-        own: set[int] = set()
+    def _run_until_idle(
+        self, seqs: list[Sequence], bar: Progress, interrupt: DeferredInterrupt
+    ) -> list[list[int]]:  # fmt: skip
+        """Queue the sequences and step until nothing is left, requests that were queued by hand included."""
+        own: list[int] = []
         rates = {"Prefill": "0 tok/s", "Decode": "0 tok/s"}
+
+        def step() -> tuple[list[tuple[int, list[int]]], int]:
+            ran, num_tokens = self._step(interrupt)
+            finished = [seq for seq in ran if seq.is_finished]
+            self._keep([seq for seq in finished if seq.seq_id not in own])
+            bar.update(sum(seq.seq_id in own for seq in finished))
+            interrupt.check()
+            return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
+
+        def report(phase: str, num_tokens: int, seconds: float) -> None:
+            # A mixed step counts as a prefill; the tokens of its decoding rows are told apart.
+            num_decoding = self.scheduler.num_decode_tokens if phase == "Prefill" else 0
+            rates[phase] = f"{(num_tokens - num_decoding) / seconds:,.0f} tok/s"
+            if num_decoding:
+                rates["Decode"] = f"{num_decoding / seconds:,.0f} tok/s"
+            bar.set_postfix(rates, refresh=False)
+
         try:
             for seq in seqs:
-                own.add(self.scheduler.add(seq))
-            while not self.scheduler.is_finished():
-                started = perf_counter()
-                ran, num_tokens = self._step(interrupt)
-                elapsed = perf_counter() - started
-                finished = [seq for seq in ran if seq.is_finished]
-                self._keep([seq for seq in finished if seq.seq_id not in own])
-                bar.update(sum(seq.seq_id in own for seq in finished))
-                # The sign of num_tokens tells the phase; a mixed step counts for both.
-                if num_tokens > 0:
-                    rates["Prefill"] = f"{self.scheduler.num_prefill_tokens / elapsed:,.0f} tok/s"
-                if self.scheduler.num_decode_tokens:
-                    rates["Decode"] = f"{self.scheduler.num_decode_tokens / elapsed:,.0f} tok/s"
-                bar.set_postfix(rates, refresh=False)
-                interrupt.check()
+                own.append(self.scheduler.add(seq))
+            return self.drive(own, step, self.scheduler.is_finished, report, perf_counter)
         except BaseException:
-            self._give_up(own)
+            self._give_up(set(own))
             raise
+
+    @staticmethod
+    def drive(
+        seq_ids: list[int],
+        step: Callable[[], tuple[list[tuple[int, list[int]]], int]],
+        is_finished: Callable[[], bool],
+        report: Callable[[str, int, float], None],
+        clock: Callable[[], float],
+    ) -> list[list[int]]:
+        """The main loop. Returns the completions of the requests `seq_ids`, in that order.
+
+        step, is_finished: as the engine's. report(phase, num_tokens, seconds) is called after every step, with
+        "Prefill" or "Decode" as its sign-coded count tells. clock: seconds.
+        """
+        outputs: dict[int, list[int]] = {}
+        while not is_finished():
+            started = clock()
+            finished, num_tokens = step()
+            outputs.update(finished)
+            report("Prefill" if num_tokens > 0 else "Decode", abs(num_tokens), clock() - started)
+        return [outputs[seq_id] for seq_id in seq_ids]
 
     def chat(
         self,
@@ -302,7 +330,7 @@ class LLMEngine:
         return self._stream(seq)
 
     def _stream(self, seq: Sequence) -> Iterator[str]:
-        pieces = TextPieces(self.tokenizer)
+        pieces = self.parts.resolve(TextPieces)(self.tokenizer)
         try:
             while not seq.is_finished:
                 with self._entered("stream()") as interrupt:
@@ -450,10 +478,11 @@ class LLMEngine:
             raise RequestError(f"token id {shown(wrong)} is not in the model's vocabulary (0 to {vocab_size - 1})")
         return ids
 
-    def _generation(self, seq: Sequence) -> Generation:
-        return Generation(self.decode(seq.completion_token_ids), seq)
+    def _generation(self, seq: Sequence, token_ids: list[int]) -> Generation:
+        return Generation(self.decode(token_ids), token_ids, seq)
 
-    def broadcast(self, sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
+    @staticmethod
+    def broadcast(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
         """One `SamplingParams` for each prompt: the same for all, or those of a list of the same length."""
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -521,14 +550,15 @@ class LLMEngine:
     def _give_up(self, own: set[int] | None) -> None:
         """After a failure: drop the requests `own` (None: those of the failed step); the engine is whole afterwards."""
         failed_step, self._in_step = self._in_step, None
-        if failed_step is None:
-            for seq_id in own or ():
-                self.scheduler.abort(seq_id)
-        elif own is None:
+        if failed_step is not None:
             everything = {seq.seq_id for seq in (*self.scheduler.waiting, *self.scheduler.running)}
-            self.scheduler.recover({seq.seq_id for seq in failed_step} or everything)
-        else:
-            self.scheduler.recover(own)
+            self.scheduler.recover({seq.seq_id for seq in failed_step} or everything if own is None else own)
+        elif own:
+            try:
+                for seq_id in own:
+                    self.scheduler.abort(seq_id)
+            except Exception:  # of a replaced method, which may have failed for the very same reason before
+                self.scheduler.recover(own)
         if not self.ranks.is_alive():
             self._close()
 

@@ -4,15 +4,15 @@ It reads the attributes that transformers 4.51 to 5.x give a configuration: `rop
 `rope_parameters`; `head_dim`, or none.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm._html import shown
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.layers.parallel import TPGroup, dividing_sizes
 from nanovllm.layers.rotary_embedding import Llama3Scaling
 
-MAX_LAYERS, MAX_WIDTH, MAX_VOCAB, MAX_POSITION = 1_000, 1 << 20, 1 << 24, 1 << 31  # beyond: a damaged file
+MAX_LAYERS, MAX_WIDTH, MAX_VOCAB, MAX_POSITION, MAX_FLOAT = 1_000, 1 << 20, 1 << 24, 1 << 31, 1e38  # beyond: damaged
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,18 @@ def architecture_name(hf_config: Any) -> str:
     """The first name under "architectures". Raises `UnsupportedModelError` where there is none."""
     names = getattr(hf_config, "architectures", None)
     if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
-        raise UnsupportedModelError(f"config.json names no architecture: architectures is {names!r}")
+        raise UnsupportedModelError(f"config.json names no architecture: architectures is {shown(names)}")
     return names[0]
 
 
 def _refuse_unsupported(hf_config: Any) -> None:
     activation = getattr(hf_config, "hidden_act", None)
     if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act is {activation!r}; only 'silu' is implemented")
+        raise UnsupportedModelError(f"hidden_act is {shown(activation)}; only 'silu' is implemented")
     if getattr(hf_config, "quantization_config", None):
         raise UnsupportedModelError("quantization_config is set; quantised checkpoints are not implemented")
     layer_types = getattr(hf_config, "layer_types", None)
-    if layer_types:
+    if isinstance(layer_types, (list, tuple)) and layer_types:
         sliding = any(kind != "full_attention" for kind in layer_types)
     else:  # transformers 4.51: from layer max_window_layers on, if the switch is on
         first, layers = getattr(hf_config, "max_window_layers", 0), getattr(hf_config, "num_hidden_layers", 0)
@@ -109,20 +109,20 @@ def _refuse_unsupported(hf_config: Any) -> None:
         )
     if sliding:
         window = getattr(hf_config, "sliding_window", None)
-        raise UnsupportedModelError(f"sliding window attention (sliding_window={window!r}) is not implemented")
+        raise UnsupportedModelError(f"sliding window attention (sliding_window={shown(window)}) is not implemented")
 
 
 def _rope(hf_config: Any) -> tuple[float, Llama3Scaling | None]:
     """Theta and scaling, from `rope_parameters` (5.x) or from `rope_theta` and `rope_scaling` (4.x)."""
     options = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
     if not isinstance(options, dict):
-        raise UnsupportedModelError(f"the rope options are {options!r}, not a table")
+        raise UnsupportedModelError(f"the rope options are {shown(options)}, not a table")
     kind = options.get("rope_type", options.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise UnsupportedModelError(f"rope scaling {kind!r} is not implemented; only 'default' and 'llama3' are")
+        raise UnsupportedModelError(f"rope scaling {shown(kind)} is not implemented; only 'default' and 'llama3' are")
     share = options.get("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", None))
     if share not in (None, 1.0):
-        raise UnsupportedModelError(f"partial_rotary_factor={share!r} is not implemented")
+        raise UnsupportedModelError(f"partial_rotary_factor={shown(share)} is not implemented")
     theta = _positive("rope_theta", options.get("rope_theta", getattr(hf_config, "rope_theta", None)))
     if kind == "default":
         return theta, None
@@ -139,18 +139,18 @@ def _size(hf_config: Any, name: str, limit: int, default: int | None = None) -> 
     value = getattr(hf_config, name, None)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-        raise UnsupportedModelError(f"{name} in config.json is {value!r}, not a size from 1 to {limit}")
+        raise UnsupportedModelError(f"{name} in config.json is {shown(value)}, not a size from 1 to {limit}")
     return value
 
 
 def _positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise UnsupportedModelError(f"{name} in config.json is {value!r}, not a positive number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_FLOAT:
+        raise UnsupportedModelError(f"{name} in config.json is {shown(value)}, not a positive number")
     return float(value)
 
 
 def _flag(hf_config: Any, name: str) -> bool:
     value = getattr(hf_config, name, None) or False
     if not isinstance(value, bool):
-        raise UnsupportedModelError(f"{name} in config.json is {value!r}, not true or false")
+        raise UnsupportedModelError(f"{name} in config.json is {shown(value)}, not true or false")
     return value

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from nanovllm._html import shown
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers import Resolve, shipped
@@ -24,7 +25,7 @@ def model_class(hf_config: Any) -> type[DecoderForCausalLM]:
     """The class for this configuration. Raises `UnsupportedModelError` with the list of those there are."""
     name, models = architecture_name(hf_config), supported_models()
     if name not in models:
-        raise UnsupportedModelError(f"architecture {name!r} is not implemented; these are: {', '.join(models)}")
+        raise UnsupportedModelError(f"architecture {shown(name)} is not implemented; these are: {', '.join(models)}")
     return models[name]
 
 
