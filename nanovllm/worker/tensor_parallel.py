@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import current_process, get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -181,7 +181,9 @@ class RankGroup(RankLink):
         their_stderr = Connection(os.dup(stderr.fileno()), readable=False)  # so that it travels
         args = (config, rank, self.channel.handle(rank - 1), port, their_reports, their_stderr, parts.portable())
         process = ctx.Process(target=run_rank, args=args, name=f"nanovllm-rank-{rank}", daemon=True)
-        # Ctrl-C goes to every process of a terminal. The mask is inherited, so this one will not see it.
+        # Ctrl-C goes to every process of a terminal. The mask is inherited, so this one will not see it. (Python's
+        # resource tracker must run already: starting it with the first process would take SIGINT off the mask.)
+        resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()

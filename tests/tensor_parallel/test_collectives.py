@@ -1,0 +1,127 @@
+"""The collectives of one engine, its ranks played by threads: sums and gathers, leaving, and joining anew."""
+
+import gc
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.layers.parallel import TPGroup
+from nanovllm.worker.tensor_parallel import LOOPBACK, Collectives, PeerLostError
+
+
+class Ranks:
+    """`size` ranks in one generation; `run` lets every rank do something at the same time."""
+
+    def __init__(self, size: int) -> None:
+        listener = socket.create_server((LOOPBACK, 0))
+        self.port = listener.getsockname()[1]
+        self.all = [Collectives(0, size, self.port, listener.detach())]
+        self.all += [Collectives(rank, size, self.port) for rank in range(1, size)]
+        self.pool = ThreadPoolExecutor(size)
+        self.run(lambda each: each.join(0))
+
+    def run(self, act: Callable[[Collectives], Any]) -> list[Any]:
+        """What `act` returned or raised on each rank."""
+        futures = [self.pool.submit(act, each) for each in self.all]
+        return [future.exception(30) or future.result() for future in futures]
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        for each in self.all:
+            each.close()
+
+
+@pytest.fixture(params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Any:
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.close()
+
+
+def total(each: Collectives) -> torch.Tensor:
+    return TPGroup(each.rank, each.size, each).all_reduce(torch.full((3,), 1.0 + each.rank))
+
+
+def test_sums_gathers_and_minimum(ranks: Ranks) -> None:
+    size = len(ranks.all)
+    expected = size * (size + 1) / 2
+    assert all(torch.equal(got, torch.full((3,), expected)) for got in ranks.run(total))
+    assert ranks.run(lambda each: each.smallest(1000 - each.rank)) == [1001 - size] * size
+    assert ranks.run(lambda each: each.smallest(5 + each.rank)) == [5] * size
+
+    def gather(each: Collectives) -> torch.Tensor | None:
+        return TPGroup(each.rank, size, each).gather(torch.full((2, 2), each.rank, dtype=torch.bfloat16))
+
+    on_zero, *on_others = ranks.run(gather)
+    assert on_others == [None] * (size - 1)
+    assert torch.equal(on_zero, torch.arange(size).repeat_interleave(2).expand(2, -1).bfloat16())
+
+
+@pytest.mark.parametrize("leaver", [0, -1])
+def test_one_that_leaves_takes_the_others_out_of_their_step(ranks: Ranks, leaver: int) -> None:
+    def step(each: Collectives) -> torch.Tensor | None:
+        if each is ranks.all[leaver]:
+            each.leave()
+            return None
+        try:
+            return total(each)
+        except PeerLostError:
+            each.leave()  # as `WorkerLink.serve` does
+            raise
+
+    outcomes = ranks.run(step)
+    assert outcomes.pop(leaver) is None
+    assert all(isinstance(outcome, PeerLostError) for outcome in outcomes)
+    assert all(isinstance(outcome, PeerLostError) for outcome in ranks.run(total))  # still outside
+    ranks.run(lambda each: each.join(0))  # the same generation again: they stay outside
+    assert all(isinstance(outcome, PeerLostError) for outcome in ranks.run(total))
+    ranks.run(lambda each: each.join(1))
+    size = len(ranks.all)
+    assert all(torch.equal(got, torch.full((3,), size * (size + 1) / 2)) for got in ranks.run(total))
+
+
+def test_a_failure_is_told_with_its_reason_where_there_is_one(ranks: Ranks) -> None:
+    def reason() -> None:
+        raise ValueError("rank 1 is on fire")
+
+    ranks.all[0].on_failure = reason
+    ranks.all[-1].leave()
+    outcomes = ranks.run(lambda each: total(each) if each.rank != 1 or each.size == 2 else each.leave())
+    assert isinstance(outcomes[0], ValueError) and "on fire" in str(outcomes[0])
+
+
+def test_it_listens_on_loopback_only_and_gives_the_port_back() -> None:
+    ranks = Ranks(2)
+    with pytest.raises(OSError), socket.create_connection((other_address(), ranks.port), timeout=2):
+        pass
+    with socket.create_connection((LOOPBACK, ranks.port), timeout=2):
+        pass
+    ranks.close()
+    gc.collect()
+    with pytest.raises(OSError), socket.create_connection((LOOPBACK, ranks.port), timeout=2):
+        pass
+
+
+def other_address() -> str:
+    """An address of this machine that is not the one listened at."""
+    return "127.0.0.2"
+
+
+def test_two_engines_groups_do_not_meet() -> None:
+    one, two = Ranks(2), Ranks(2)
+    barrier = threading.Barrier(2)
+
+    def first(each: Collectives) -> Any:
+        return each.smallest(10 + each.rank)
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(lambda group: (barrier.wait(), [group.run(first) for _ in range(20)]), group)
+                   for group in (one, two)]  # fmt: skip
+        assert all(results == [[10, 10]] * 20 for _, results in (future.result(30) for future in futures))
+    one.close()
+    two.close()

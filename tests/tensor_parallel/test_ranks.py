@@ -1,0 +1,175 @@
+"""Engines of two and three ranks: the same tokens as one rank, and failures that do not end the engine."""
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm import LLM, ConfigError, SamplingParams
+from nanovllm.errors import EngineDeadError, RankError
+from tests.tensor_parallel import faulty
+from tests.tensor_parallel.helpers import build, cold_tokens, holdings, is_running
+from tests.tensor_parallel.helpers import faulty as part
+from tests.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model_dir: Path) -> Iterator[LLM]:
+    """Two ranks whose embedding obeys the signals of faulty.py. No test may end it."""
+    with build(tiny_model_dir, parts={"VocabParallelEmbedding": part("Embedding")}) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model_dir: Path) -> list[list[int]]:
+    with build(tiny_model_dir, 1) as llm:
+        return cold_tokens(llm)
+
+
+def test_two_ranks_give_the_tokens_of_one(pair: LLM, expected: list[list[int]]) -> None:
+    assert cold_tokens(pair) == expected
+
+
+def test_it_has_one_process_and_one_event_per_rank_above_0(pair: LLM) -> None:
+    (process,) = pair.ps
+    (event,) = pair.events
+    assert process.is_alive() and process.pid != os.getpid() and not event.wait(0)
+
+
+def test_a_warm_run_repeats_itself(pair: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+    assert [len(each["token_ids"]) for each in pair.generate([[3, 4], [5]], params, use_tqdm=False)] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        (faulty.FAIL_ON_RANK_0, ZeroDivisionError, "planted on rank 0"),
+        (faulty.FAIL_EVERYWHERE, ZeroDivisionError, "planted on rank 0"),
+        (faulty.FAIL_ON_RANK_1, RankError, r"rank 1 failed in run(.|\n)*planted on rank 1"),
+        (faulty.OUT_OF_MEMORY_ON_RANK_1, RankError, r"rank 1 failed in run(.|\n)*planted: out of memory"),
+    ],
+)
+def test_a_step_that_fails_on_some_rank_is_told_and_the_next_call_is_right(
+    pair: LLM, expected: list[list[int]], fault: int, error: type[Exception], words: str
+) -> None:
+    for _ in range(2):
+        with pytest.raises(error, match=words):
+            cold_tokens(pair, [[4, 5], [7, *faulty.SIGNAL, fault]])
+        assert pair.is_finished()
+        assert cold_tokens(pair) == expected
+    manager = pair.scheduler.block_manager
+    assert manager.num_free_blocks == manager.num_blocks
+
+
+def test_a_failure_in_the_sampler_concerns_rank_0_alone(
+    pair: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = pair.ranks.collectives.generation
+
+    def broken(*args: object) -> torch.Tensor:
+        raise ZeroDivisionError("planted in the sampler")
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(pair.model_runner, "sample", broken)
+        cold_tokens(pair)
+    assert cold_tokens(pair) == expected
+    assert pair.ranks.collectives.generation == generation  # nobody had to be brought together again
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_an_interrupt_in_the_middle_of_a_step(pair: LLM, expected: list[list[int]], layer: int) -> None:
+    """A second Ctrl-C, or one during a bare `step()`, may strike between two collectives."""
+    layers = pair.model_runner.model.model.layers
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = layers[layer].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cold_tokens(pair)
+    handle.remove()
+    assert cold_tokens(pair) == expected
+
+
+def test_the_other_ranks_do_not_see_an_interrupt(pair: LLM, expected: list[list[int]]) -> None:
+    os.kill(pair.ps[0].pid, signal.SIGINT)
+    assert cold_tokens(pair) == expected
+    assert pair.ps[0].is_alive()
+
+
+def test_an_error_that_nobody_waited_for_is_told_at_the_next_step(pair: LLM, expected: list[list[int]]) -> None:
+    with pair.ranks.running("no_such_method", ()):
+        pass
+    with pytest.raises(RankError, match="no_such_method"):
+        cold_tokens(pair)
+        cold_tokens(pair)
+    assert cold_tokens(pair) == expected
+
+
+def test_a_message_of_ten_megabytes(pair: LLM, expected: list[list[int]]) -> None:
+    import numpy as np
+
+    with pair.ranks.running("__setattr__", ("big", np.ones(10 << 20, np.uint8))):
+        pass
+    assert cold_tokens(pair) == expected
+
+
+def test_another_engine_beside_it(pair: LLM, tiny_model_dir: Path, expected: list[list[int]]) -> None:
+    with build(tiny_model_dir, kvcache_block_size=8, num_kvcache_blocks=200) as other:
+        results: dict[str, list[list[int]]] = {}
+        threads = [threading.Thread(target=lambda name, llm: results.update({name: cold_tokens(llm)}), args=item)
+                   for item in {"pair": pair, "other": other}.items()]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert results == {"pair": expected, "other": expected}
+    assert cold_tokens(pair) == expected
+
+
+def test_three_ranks_size_their_pools_alike_and_leave_nothing(tmp_path: Path) -> None:
+    """Six heads: one, two and three ranks. The pool is sized from memory, by the rank that can hold the least."""
+    model = make_tiny_model(tmp_path, num_attention_heads=6, num_key_value_heads=6, intermediate_size=96)
+    with build(model, 1) as llm:
+        expected = cold_tokens(llm)
+    gc.collect()
+    before = holdings()
+    llm = build(model, 3, num_kvcache_blocks=-1, kv_cache_memory=1 << 22)
+    pids = [process.pid for process in llm.ps]
+    assert cold_tokens(llm) == expected
+    # 2 * 3 layers * 16 tokens * 2 heads * 32 * 4 bytes = 24 KiB a block on each rank
+    assert llm.config.num_kvcache_blocks == (1 << 22) // (24 << 10)
+    assert llm.model_runner.kv_cache.shape[2] == llm.config.num_kvcache_blocks
+    llm.exit()
+    llm.exit()
+    assert not any(map(is_running, pids))
+    with pytest.raises(EngineDeadError):
+        cold_tokens(llm)
+    del llm
+    gc.collect()
+    assert holdings() == before
+
+
+def test_what_cannot_work_is_refused_before_a_process_is_started(tiny_model_dir: Path) -> None:
+    before = holdings()["children"]
+    with pytest.raises(ConfigError, match="sizes that do: 1, 2"):
+        build(tiny_model_dir, 4)
+    with pytest.raises(ConfigError, match="'Sampler' is a live object"):
+        LLM(str(tiny_model_dir), tensor_parallel_size=2, device="cpu", parts=live_part())
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            build(tiny_model_dir, device="cuda")
+    assert holdings()["children"] == before
+
+
+def live_part():  # type: ignore[no-untyped-def]
+    from nanovllm.engine.parts import Parts
+    from nanovllm.layers.sampler import Sampler
+
+    return Parts({"Sampler": Sampler})
