@@ -49,7 +49,6 @@ _HOMES = {
     "DownloadError": "nanovllm.errors",
     "MemoryBudgetError": "nanovllm.errors",
     "EngineBusyError": "nanovllm.errors",
-    "RankError": "nanovllm.errors",
     "EngineDeadError": "nanovllm.errors",
 }
 
