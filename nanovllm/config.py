@@ -116,7 +116,8 @@ class Config(ReprHTML):
         self._one_of("quantization", QUANTIZATIONS)
         if not isinstance(self.stop_token_ids, (tuple, list, set, frozenset)):
             raise ConfigError(f"stop_token_ids must be token ids, got {shown(self.stop_token_ids)}")
-        self.stop_token_ids = tuple(self._checked("stop_token_ids", each, at_least=0) for each in self.stop_token_ids)
+        check = self.check_integer
+        self.stop_token_ids = tuple(check("stop_token_ids", each, at_least=0) for each in self.stop_token_ids)
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {shown(self.device)}")
         share = self.gpu_memory_utilization
@@ -129,9 +130,10 @@ class Config(ReprHTML):
             raise ConfigError(
                 f"num_kvcache_blocks must be positive, or -1 to size the pool by memory, got {self.num_kvcache_blocks}"
             )
-        self._check_block_size()
+        self.check_block_size()
 
-    def _check_block_size(self) -> None:
+    def check_block_size(self) -> None:
+        """Multiples of 256 for every backend; also smaller powers of two where a backend was named that can."""
         size = self.kvcache_block_size
         if size % 256 == 0:
             return
@@ -144,10 +146,11 @@ class Config(ReprHTML):
             raise ConfigError(f"kvcache_block_size={size} must be a power of two or a multiple of 256")
 
     def _integer(self, name: str, at_least: int | None = None) -> int:
-        return self._checked(name, getattr(self, name), at_least)
+        return self.check_integer(name, getattr(self, name), at_least)
 
     @staticmethod
-    def _checked(name: str, value: Any, at_least: int | None = None) -> int:
+    def check_integer(name: str, value: Any, at_least: int | None = None) -> int:
+        """`value` as an int. A bool is none, though Python counts it as one; numpy's integers are."""
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise ConfigError(f"{name} must be an integer, got {shown(value)}")
         number = int(value)

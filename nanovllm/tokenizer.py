@@ -1,11 +1,10 @@
-"""The tokenizer of a model folder: a fast one, read from `tokenizer.json` and a few known options; and `TextPieces`.
+"""The tokenizer of a model folder: a fast one, read from `tokenizer.json` and a few known options.
 
 `AutoTokenizer` hands every entry of `tokenizer_config.json` to the tokenizer's constructor, file names among them, and
 `tokenizer.json` holds the whole tokenizer anyway. So the entries that matter are picked here and the others ignored.
 Knows text and token ids; nothing of models and engines.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,40 +77,3 @@ def default_template(entry: Any) -> str | None:
     if isinstance(entry, list):
         entry = next((e.get("template") for e in entry if isinstance(e, dict) and e.get("name") == "default"), None)
     return entry if isinstance(entry, str) else None
-
-
-class TextPieces:
-    """Turns a growing list of token ids into pieces of text that join to the text of the whole list.
-
-    Only the tail is decoded each time: from `start`, where a piece last began, so the cost stays linear.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.start = 0  # tokens before it only give context no longer needed
-        self.read = 0  # tokens whose text was handed out
-        self.sent = ""
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def push(self, token_ids: list[int], is_last: bool) -> str:
-        """The text that the new tokens add; "" while a character is incomplete.
-
-        A tokenizer may write a token differently at the very beginning (a leading space), so the text of the tokens
-        from `start` on is compared with and without the new ones. A replacement character at the end means that bytes
-        are missing. At the end whatever is left of the whole text is handed out.
-        """
-        if is_last:
-            whole = self._decode(token_ids)
-            piece = whole[len(self.sent) :]
-            self.sent = whole
-            return piece
-        before = self._decode(token_ids[self.start : self.read])
-        now = self._decode(token_ids[self.start :])
-        if len(now) <= len(before) or now.endswith("\ufffd"):
-            return ""
-        piece = now[len(before) :]
-        self.start, self.read = self.read, len(token_ids)
-        self.sent += piece
-        return piece

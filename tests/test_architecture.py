@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 
 # What each part may import of the package, itself aside. "engine" means its bookkeeping, without llm_engine.
 BASE = {"errors", "_html", "paths", "machine", "model_folder"}
-TEXT = {"tokenizer", "chat_template", "prompts"}
+TEXT = {"tokenizer", "chat_template", "prompts", "text_pieces"}
 ENGINE_PARTS = BASE | TEXT | {"config", "sampling_params", "engine", "attention", "layers", "models", "worker"}
 ALLOWED = {
     "errors": set(),
@@ -28,6 +28,7 @@ ALLOWED = {
     "machine": {"errors"},
     "model_folder": {"errors", "_html"},
     "tokenizer": BASE,
+    "text_pieces": set(),
     "prompts": {"errors", "_html"},
     "chat_template": set(),
     "chat_helper": set(),

@@ -27,11 +27,11 @@ from nanovllm.engine.interrupts import DeferredInterrupt
 from nanovllm.engine.parts import Parts, active_parts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.text_pieces import TextPieces
 from nanovllm.errors import ConfigError, EngineBusyError, EngineDeadError, RequestError
 from nanovllm.model_folder import end_tokens
 from nanovllm.prompts import is_conversation, prompt_list, token_id_list, whole_number
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text_pieces import TextPieces
 from nanovllm.tokenizer import load_tokenizer
 from nanovllm.worker.link import RankLink
 from nanovllm.worker.model_runner import ModelRunner
@@ -106,7 +106,8 @@ class LLMEngine:
         self._hooks: dict[Any, StepHook] = {}
         self._in_step: list[Sequence] | None = None  # what was scheduled, while a step is under way
         self._unclaimed: dict[int, Sequence] = {}
-        self._streamed: set[int] = set()  # requests whose text goes to an iterator
+        # Whoever reads a stream, by its request's number, and the numbers of those that read no more.
+        self._readers: weakref.WeakValueDictionary[int, TextPieces] = weakref.WeakValueDictionary()
         self._abandoned: list[int] = []
         self._chat_template: ChatTemplate | None = None
         self.step_count = 0
@@ -177,7 +178,7 @@ class LLMEngine:
 
     def _keep(self, seqs: list[Sequence]) -> None:
         """Keep what finished in somebody else's call for `get_output`."""
-        self._unclaimed.update((seq.seq_id, seq) for seq in seqs if seq.seq_id not in self._streamed)
+        self._unclaimed.update((seq.seq_id, seq) for seq in seqs if seq.seq_id not in self._readers)
 
     def _abort_abandoned(self) -> None:
         while self._abandoned:
@@ -230,11 +231,9 @@ class LLMEngine:
                 outputs = self._run_until_idle(seqs, bar, interrupt)
             return [self._generation(seq, token_ids) for seq, token_ids in zip(seqs, outputs, strict=True)]
 
-    def _run_until_idle(
-        self, seqs: list[Sequence], bar: Progress, interrupt: DeferredInterrupt
-    ) -> list[list[int]]:  # fmt: skip
+    def _run_until_idle(self, seqs: list[Sequence], bar: Progress, interrupt: DeferredInterrupt) -> list[list[int]]:
         """Queue the sequences and step until nothing is left, requests that were queued by hand included."""
-        own: list[int] = []
+        own: dict[int, Sequence] = {}
         rates = {"Prefill": "0 tok/s", "Decode": "0 tok/s"}
 
         def step() -> tuple[list[tuple[int, list[int]]], int]:
@@ -255,8 +254,8 @@ class LLMEngine:
 
         try:
             for seq in seqs:
-                own.append(self.scheduler.add(seq))
-            return self.drive(own, step, self.scheduler.is_finished, report, perf_counter)
+                own[self.scheduler.add(seq)] = seq
+            return self.drive(list(own), step, self.scheduler.is_finished, report, perf_counter)
         except BaseException:
             self._give_up(set(own))
             raise
@@ -271,15 +270,16 @@ class LLMEngine:
     ) -> list[list[int]]:
         """The main loop. Returns the completions of the requests `seq_ids`, in that order.
 
-        step, is_finished: as the engine's. report(phase, num_tokens, seconds) is called after every step, with
-        "Prefill" or "Decode" as its sign-coded count tells. clock: seconds.
+        step, is_finished: as the engine's. report(phase, num_tokens, seconds) is called after every step that did
+        something, with "Prefill" or "Decode" as its sign-coded count tells. clock: seconds.
         """
         outputs: dict[int, list[int]] = {}
         while not is_finished():
             started = clock()
             finished, num_tokens = step()
             outputs.update(finished)
-            report("Prefill" if num_tokens > 0 else "Decode", abs(num_tokens), clock() - started)
+            if num_tokens != 0:
+                report("Prefill" if num_tokens > 0 else "Decode", abs(num_tokens), clock() - started)
         return [outputs[seq_id] for seq_id in seq_ids]
 
     def chat(
@@ -335,7 +335,8 @@ class LLMEngine:
             while not seq.is_finished:
                 with self._entered("stream()") as interrupt:
                     if seq.seq_id < 0:
-                        self._streamed.add(self.scheduler.add(seq))
+                        self._readers[self.scheduler.add(seq)] = pieces
+                        weakref.finalize(pieces, self._abandoned.append, seq.seq_id)
                     try:
                         self._keep([other for other in self._step(interrupt)[0] if other.is_finished])
                         interrupt.check()
@@ -349,16 +350,15 @@ class LLMEngine:
             if piece:
                 yield piece
         finally:
+            # A forgotten iterator is closed by the garbage collector, at any moment and in any thread. Where its request
+            # cannot be given up now, or this very line is interrupted, the end of `pieces` sees to it.
             with DeferredInterrupt():
-                self._streamed.discard(seq.seq_id)
-                if seq.seq_id >= 0 and not seq.is_finished:
-                    # A forgotten iterator is closed by the garbage collector, at any moment and in any thread.
-                    self._abandoned.append(seq.seq_id)
-                    if self._door.acquire(blocking=False):
-                        try:
-                            self._abort_abandoned()
-                        finally:
-                            self._door.release()
+                self._abandoned.append(seq.seq_id)
+                if self._door.acquire(blocking=False):
+                    try:
+                        self._abort_abandoned()
+                    finally:
+                        self._door.release()
 
     # ---- watching ------------------------------------------------------------------------------------------------
 
