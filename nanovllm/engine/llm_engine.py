@@ -255,7 +255,9 @@ class LLMEngine:
         try:
             for seq in seqs:
                 own[self.scheduler.add(seq)] = seq
-            return self.drive(list(own), step, self.scheduler.is_finished, report, perf_counter)
+            outputs = self.drive(list(own), step, self.scheduler.is_finished, report, perf_counter)
+            assert all(seq.is_finished for seq in seqs), "the main loop ended before its requests did"
+            return outputs
         except BaseException:
             self._give_up(set(own))
             raise
@@ -350,8 +352,8 @@ class LLMEngine:
             if piece:
                 yield piece
         finally:
-            # A forgotten iterator is closed by the garbage collector, at any moment and in any thread. Where its request
-            # cannot be given up now, or this very line is interrupted, the end of `pieces` sees to it.
+            # A forgotten iterator is closed by the garbage collector, at any moment and in any thread. Where its
+            # request cannot be given up now, or this very line is interrupted, the end of `pieces` sees to it.
             with DeferredInterrupt():
                 self._abandoned.append(seq.seq_id)
                 if self._door.acquire(blocking=False):
