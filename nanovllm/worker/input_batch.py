@@ -6,7 +6,7 @@ the device. Behind that line nobody sees a live sequence, so nobody can read a l
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,8 +51,7 @@ class InputBatchBuilder:
         """Rows with any number of queries, packed one behind the other.
 
         Two rows that compute tokens 4, 5, 6 of 7 and token 9 of 10: positions [4, 5, 6, 9], cu_seqlens_q [0, 3, 4],
-        context_lens [7, 10]. A row gives a logit only if it catches up with its sequence, at its last query:
-        cu_seqlens_q[b + 1] - 1.
+        context_lens [7, 10].
         """
         starts = [seq.num_computed_tokens for seq in seqs]
         ends = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs]
@@ -63,7 +62,6 @@ class InputBatchBuilder:
             slots += seq.slot_mapping(start, end)
         query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
         cu_seqlens_q = np.cumsum([0, *query_lens], dtype=np.int32)
-        sampled = [row for row, seq in enumerate(seqs) if ends[row] == len(seq.token_ids)]
         num_decodes = next((row for row, length in enumerate(query_lens) if length > 1), len(seqs))
         return BatchArrays(
             input_ids=np.array(input_ids, np.int64),
@@ -72,12 +70,24 @@ class InputBatchBuilder:
             block_tables=pad_tables(seqs),
             context_lens=np.array(ends, np.int32),
             cu_seqlens_q=cu_seqlens_q,
-            logits_indices=(cu_seqlens_q[1:][sampled] - 1).astype(np.int64),
+            logits_indices=np.array(self.logits_indices(seqs), np.int64),
             max_query_len=max(query_lens),
             max_context_len=max(ends),
             num_decodes=num_decodes,
-            **sampling_arrays([seqs[row] for row in sampled]),
+            **sampling_arrays([seq for seq, end in zip(seqs, ends, strict=True) if end == len(seq.token_ids)]),
         )
+
+    def logits_indices(self, seqs: list[Sequence]) -> list[int]:
+        """Rows of the flat batch that give a logit: the last query of each sequence that catches up in this step.
+
+        Three rows of 3, 2 and 4 queries, of which the second is a chunk with more to come: [2, 8].
+        """
+        indices, end = [], 0
+        for seq in seqs:
+            end += seq.num_scheduled_tokens
+            if seq.num_computed_tokens + seq.num_scheduled_tokens == seq.num_tokens:
+                indices.append(end - 1)
+        return indices
 
     def prepare_decode(self, seqs: list[Sequence]) -> BatchArrays:
         """Rows with one query each, without a loop that knows about tokens.
@@ -133,7 +143,7 @@ class BlockTableRows:
         return self.array[:rows, :width].copy()
 
 
-def sampling_arrays(seqs: list[Sequence]) -> dict[str, "NDArray[np.float32] | bool"]:
+def sampling_arrays(seqs: list[Sequence]) -> dict[str, Any]:
     """The temperatures of the sampled rows, and whether any of them is warm enough to draw noise."""
     temperatures = np.array([seq.sampling_params.temperature for seq in seqs], np.float32)
     return {"temperatures": temperatures, "needs_noise": bool((temperatures > COLD).any())}
