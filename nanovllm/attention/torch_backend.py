@@ -73,7 +73,7 @@ class TorchAttention(AttentionBackend):
         v = v_flat.index_select(0, plan.decode_slots.view(-1)).view(shape).transpose(1, 2)
         grouped = q.view(B, self.num_kv_heads, -1, self.head_dim)  # [B, K, G, H]
         out = F.scaled_dot_product_attention(grouped, k, v, plan.decode_mask, scale=self.scale)
-        return out.view(B, self.num_heads, self.head_dim)
+        return out.reshape(B, self.num_heads, self.head_dim)
 
     def prefill(self, q: Tensor, k_flat: Tensor, v_flat: Tensor, row: PrefillRow) -> Tensor:
         """One row's queries, behind whatever part of its context was there before: [query_len, N, H]."""

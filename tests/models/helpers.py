@@ -58,7 +58,7 @@ class Pages:
         self.cache = torch.full(shape, float("nan"), dtype=dtype)
 
     def step(self, model: Any, rows: list[tuple[int, list[int], int]]) -> Tensor:
-        """Compute (sequence, its tokens of this step, tokens before) rows, decodes first: logits of all tokens [T, V]."""
+        """Compute rows (sequence, its tokens of this step, tokens before), decodes first: logits of all tokens."""
         ids, positions, slots, starts = [], [], [], [0]
         for sequence, tokens, before in rows:
             at = range(before, before + len(tokens))

@@ -213,7 +213,7 @@ def test_an_index_that_disagrees_with_its_files_is_named(folder: Path) -> None:
         make_model(folder)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "[" * 9**5])
 def test_a_damaged_index_is_named(folder: Path, content: str) -> None:
     (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(WeightError, match="index.json cannot be read"):
