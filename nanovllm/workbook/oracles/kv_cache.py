@@ -12,7 +12,8 @@ class SlowPool:
     """What a pool must do, kept in the plainest way.
 
     queue: free blocks, next one first. holders: names of the sequences that hold a block. content: the block's own
-    tokens with everything in front of them, where it is findable. tables: name -> its blocks.
+    tokens with everything in front of them, where it is findable. tables: name -> its blocks. told: name -> how many of
+    them the cache was told of, each once, whether or not it kept them.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -21,6 +22,7 @@ class SlowPool:
         self.holders: list[list[str]] = [[] for _ in range(num_blocks)]
         self.content: list[tuple[int, ...] | None] = [None] * num_blocks
         self.tables: dict[str, list[int]] = {}
+        self.told: dict[str, int] = {}
 
     def hits(self, tokens: list[int]) -> list[int]:
         """The longest run of findable blocks that leaves a token to compute."""
@@ -44,6 +46,7 @@ class SlowPool:
 
     def allocate(self, name: str, tokens: list[int]) -> None:
         self.tables[name] = self.hits(tokens)
+        self.told[name] = len(self.tables[name])
         for block in self.tables[name]:
             self.holders[block].append(name)
             if block in self.queue:
@@ -59,12 +62,11 @@ class SlowPool:
 
     def cache(self, name: str, tokens: list[int], num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable; the first with a content stays it."""
-        end, index = self.block_size, 0
-        while end <= num_tokens:
-            block = self.tables[name][index]
+        while (end := (self.told[name] + 1) * self.block_size) <= num_tokens:
+            block = self.tables[name][self.told[name]]
             if tuple(tokens[:end]) not in self.content and self.content[block] is None:
                 self.content[block] = tuple(tokens[:end])
-            end, index = end + self.block_size, index + 1
+            self.told[name] += 1
 
     def release(self, name: str, block: int) -> None:
         self.holders[block].remove(name)
