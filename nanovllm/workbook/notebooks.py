@@ -281,14 +281,13 @@ def check_output(output: Any) -> Iterator[str]:
         yield "brings a script, which most pages refuse to run"
     if any(mime.startswith("image/") for mime in data) and not str(data.get("text/plain", "")).strip():
         yield "is a picture without words"
-    for symbol, shown in (output.get("metadata", {}).get("nanovllm") or {}).items():
-        name = symbol.removesuffix(" without docstring")
+    for asked, shown in (output.get("metadata", {}).get("nanovllm") or {}).items():
         try:
-            _, source = source_text(name, doc=name == symbol)
+            _, source = source_text(*json.loads(asked))
         except NanoVLLMError:
             source = ""
         if fingerprint(source) != shown:
-            yield f"shows {name} as it was, not as it is"
+            yield f"shows {json.loads(asked)[0]} as it was, not as it is"
 
 
 def check(path: Path, workbook: Workbook) -> list[str]:

@@ -6,6 +6,7 @@ when nobody is there to answer. It knows the catalogue and the package's source 
 
 import ast
 import io
+import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -182,12 +183,27 @@ def _without_docstring(source: str) -> str:
     return "\n".join(lines)
 
 
-def source_text(symbol: str, doc: bool = True) -> tuple[str, str]:
-    """Path below the repository and source of a symbol. doc=False leaves its docstring out."""
+def source_text(symbol: str, doc: bool = True, start: str = "", stop: str = "") -> tuple[str, str]:
+    """Path below the repository and source of a symbol: see `show_source`. Raises NanoVLLMError."""
     path, node, source = find_definition(symbol)
     if not doc and isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         source = _without_docstring(source)
+    if start or stop:
+        source = _between(source, symbol, start, stop)
     return f"{PACKAGE.name}/{path.relative_to(PACKAGE).as_posix()}", source
+
+
+def _between(source: str, symbol: str, start: str, stop: str) -> str:
+    """The lines from the first that holds `start` to the one before the next that holds `stop`; "..." for the rest."""
+    lines = source.splitlines()
+    for mark in filter(None, (start, stop)):
+        if not any(mark in line for line in lines):
+            raise NanoVLLMError(f"no line of {symbol} holds {mark!r}")
+    first = next(i for i, line in enumerate(lines) if start in line)
+    last = next((i for i, line in enumerate(lines) if i > first and stop and stop in line), len(lines))
+    kept = lines[first:last]
+    before = [lines[0], "    ..."] if first > 1 else lines[:first]
+    return "\n".join([*before, *kept, *(["    ..."] if last < len(lines) else [])])
 
 
 def fingerprint(text: str) -> str:
@@ -195,15 +211,19 @@ def fingerprint(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:16]
 
 
-def show_source(*symbols: str, doc: bool = True) -> Shown:
-    """The installed source of "Class.method", "Class" or "function", as it is now. doc=False: without docstrings."""
+def show_source(*symbols: str, doc: bool = True, start: str = "", stop: str = "") -> Shown:
+    """The installed source of "Class.method", "Class" or "function", as it is now.
+
+    doc=False leaves docstrings out. start, stop: only the lines from one that holds `start` to the one before the next
+    that holds `stop`. The output remembers what it was made from, so that a saved page can be told to be stale.
+    """
     rich, text, origin = [], [], {}
     for symbol in symbols:
-        path, source = source_text(symbol, doc)
+        path, source = source_text(symbol, doc, start, stop)
         name = symbol.rpartition(":")[2]
         rich.append(f"**`{name}`** in [{path}](../{path})\n\n```python\n{source}\n```\n")
         text.append(f"# {name} in {path}\n{source}\n")
-        origin[symbol if doc else f"{symbol} without docstring"] = fingerprint(source)
+        origin[json.dumps([symbol, doc, start, stop])] = fingerprint(source)
     return Shown("text/markdown", "\n".join(rich), "\n".join(text), origin)
 
 
@@ -265,7 +285,6 @@ def picture(figure: Any, words: str) -> Shown:
     out = io.BytesIO()
     figure.savefig(out, format="png")
     return Shown("image/png", out.getvalue(), words)
-
 
 
 def table(headers: SequenceOf[str], rows: Iterable[SequenceOf[Any]], caption: str = "") -> Shown:
