@@ -36,7 +36,7 @@ def fit_grid(num_blocks: int, width: float, height: float) -> Grid:
         for cols in [count] if count <= 8 else COLS:
             rows = -(-count // cols)
             cell_w, cell_h = min(width / cols, MAX_CELL[0]), min(height / rows, MAX_CELL[1])
-            cell_h = min(cell_h, cell_w)
+            cell_h = min(cell_h, 1.3 * cell_w)
             score = min(cell_w, 1.4 * cell_h)
             if min(cell_w, cell_h) >= MIN_CELL and (best is None or score > best[0]):
                 best = (score, Grid(per_cell, cols, rows, cell_w, cell_h))
@@ -58,7 +58,7 @@ class BlockPoolView(View):
 
     def height(self, width: float, moment: Moment) -> float:
         area = FULL_HEIGHT if width > 600 else HALF_HEIGHT
-        if moment.state is not None and width > 600:
+        if moment.state is not None:
             grid = fit_grid(moment.state.num_blocks, width - 2 * PAD - GUTTER, area)
             area = min(area, grid.rows * grid.cell_h)
         return TITLE + max(area, 48) + LEGEND + GAP
@@ -188,11 +188,10 @@ class BlockPoolView(View):
                 scene.rects(box.x + 3 * index, y - 5, 3, 10, hue_of(index % NUM_HUES))
             draw_legend(scene, x, y, entries[1:])
         else:
-            cell = f"a cell is {per_cell:,} blocks, filled by what is held"
             entries = [
-                Swatch(cell, fill="held"),
+                Swatch(f"held, {per_cell:,} blocks a cell", fill="held"),
                 Swatch("cached, free", fill="empty", hatch="hatch"),
-                Swatch("below: hit", fill="ink", shape=(12, 2)),
-                Swatch("above: evicted", fill="alarm", shape=(12, 2)),
+                Swatch("hit", fill="ink", shape=(12, 2)),
+                Swatch("evicted", fill="alarm", shape=(12, 2)),
             ]
             draw_legend(scene, box.x, y, entries)

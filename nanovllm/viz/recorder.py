@@ -24,7 +24,7 @@ from nanovllm.engine.events import (
     StepTimings,
 )
 from nanovllm.viz.history import History
-from nanovllm.viz.state import EngineState
+from nanovllm.viz.state import EngineState, SequenceInfo
 
 FORMAT, VERSION = "nanovllm-run", 1
 RECORD_FIELDS = tuple(field.name for field in fields(StepRecord))
@@ -53,6 +53,20 @@ class Moment:
     since: int  # events of later steps than this are new: they are made to stand out
     is_latest: bool
     decode: Decode | None
+
+    def ended(self) -> list[SequenceInfo]:
+        """The sequences that ended in this step, with the blocks that they have just let go of."""
+        if self.record is None:
+            return []
+        over = {finish.seq_id for finish in self.record.finished}
+        return [
+            SequenceInfo(
+                row.seq_id, "ended", row.num_tokens, row.num_tokens, row.num_computed_tokens + len(row.token_ids),
+                block_table=row.block_table,
+            )
+            for row in self.record.rows
+            if row.seq_id in over
+        ]  # fmt: skip
 
     @property
     def num_columns(self) -> int:

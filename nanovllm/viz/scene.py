@@ -186,9 +186,11 @@ class Scene:
 
 def _table(*columns: ArrayLike) -> NDArray[np.float32]:
     """[n, len(columns)] from columns that are arrays of one length, or numbers (n is 1 if all are)."""
-    count = max(np.size(column) if np.ndim(column) else 1 for column in columns)
-    if any(np.ndim(column) and not np.size(column) for column in columns):
-        count = 0
+    count = 1
+    for column in columns:
+        if isinstance(column, (np.ndarray, list)) and np.ndim(column):
+            count = len(column)
+            break
     table = np.empty((count, len(columns)), np.float32)
     for index, column in enumerate(columns):
         table[:, index] = column

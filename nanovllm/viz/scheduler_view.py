@@ -20,7 +20,7 @@ from nanovllm.viz.history import (
 )
 from nanovllm.viz.recorder import Moment, Recorder
 from nanovllm.viz.scene import Scene
-from nanovllm.viz.tables_view import draw_name
+from nanovllm.viz.tables_view import draw_names
 from nanovllm.viz.views import GAP, TITLE, Box, Swatch, View, draw_legend
 from nanovllm.viz.words import plural, run_words
 
@@ -162,16 +162,14 @@ class SchedulerView(View):
             return
         pitch = min(16.0, box.h / num_rows)
         every = max(1, int(np.ceil(12.0 / pitch)))
-        for line in range(0, num_rows, every):
-            draw_name(scene, box.x - GUTTER, box.y + (line + 0.5) * pitch, timeline.seq_ids[line])
+        named = np.arange(0, num_rows, every)
+        draw_names(scene, box.x - GUTTER, box.y + (named + 0.5) * pitch, timeline.seq_ids[::every])
         hidden = moment.history.num_sequences - num_rows
         if hidden > 0 and self.last is None:
             note = [f"{num_rows} of", f"{moment.history.num_sequences:,}", "sequences"]
             scene.text(box.x + box.w + 8, box.y + np.array([8.0, 21.0, 34.0]), note, 9.5, color="muted")
-        for line in range(num_rows):
-            y = box.y + (line + 1) * pitch
-            if pitch >= 8:
-                scene.line([box.x, box.x + box.w], [y, y], "line", line_width=0.5)
+        if pitch >= 8:
+            scene.rects(box.x, box.y + np.arange(1, num_rows + 1) * pitch - 0.25, box.w, 0.5, "line")
         bar = max(pitch - 3, pitch * 0.75)
         self._paint_cells(scene, box, columns, timeline, (pitch, bar))
         if columns.w >= 20 and pitch >= 13:
@@ -203,15 +201,16 @@ class SchedulerView(View):
             ends = columns.x + start * columns.w, columns.x + (start + length) * columns.w
             scene.dashes(*ends, middle, color, 1.5)
         prefill, decode = (events & PREFILL) > 0, (events & DECODE) > 0
-        joined = columns.w < 5
+        both, joined = prefill & decode, columns.w < 5
         bars(prefill & ~decode, 0, 1, "prefill", is_joined=joined)
-        bars(decode & ~prefill, 0.25, 0.5, "decode", is_joined=joined)
-        bars(prefill & decode, 0, 0.5, "prefill", is_joined=joined)
-        bars(prefill & decode, 0.5, 0.5, "decode", is_joined=joined)
+        bars(decode & ~prefill, 0.25, 0.5, "decode", is_joined=columns.w < 12)
+        bars(both, 0, 0.5, "prefill", is_joined=joined)
+        bars(both, 0.5, 0.5, "decode", is_joined=joined)
         bars((events & PREEMPT) > 0, 0, 1, "paper", is_joined=False, hatch="alarm")
         row, column = np.nonzero(events & HIT)
         bottom = box.y + row * pitch + (pitch + bar) / 2
-        scene.rects(columns.x + column * columns.w, bottom - 2, columns.w - gap, 2, "ink")
+        thick = min(2.0, 0.35 * bar)
+        scene.rects(columns.x + column * columns.w, bottom - thick, columns.w - gap, thick, "ink")
         row, column = np.nonzero(events & FINISH)
         scene.rects(columns.x + (column + 1) * columns.w - 1, box.y + row * pitch + 0.5, 2, pitch - 1, "ink")
         row, column = np.nonzero(events & ABORT)

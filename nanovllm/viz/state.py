@@ -221,7 +221,7 @@ class EngineState:
         for block_id, seq_ids in state.holders.items():
             state.owner[block_id] = seq_ids[0]
         for *rest, table in data["sequences"]:
-            info = SequenceInfo(*rest, block_table=tuple(table))
+            info = SequenceInfo(*rest, tuple(table))  # type: ignore[call-arg]
             state.sequences[info.seq_id] = info
         return state
 

@@ -15,7 +15,7 @@ class StepLogView(View):
     name = "steps"
     title = "Step log"
 
-    def __init__(self, recorder: Recorder | None = None, *, lines: int = 10) -> None:
+    def __init__(self, recorder: Recorder | None = None, *, lines: int = 8) -> None:
         super().__init__(recorder)
         self.lines = lines
 
@@ -67,5 +67,5 @@ class StepLogView(View):
                 break
         for kind, count in dropped.items():
             last = max((index for index, (other, _) in enumerate(kept) if other == kind), default=len(kept) - 1)
-            kept.insert(last + 1, (kind, f"and {count} more"))
+            kept.insert(last + 1, (kind, f"and {count} more " + ("line" if count == 1 else "lines")))
         return kept

@@ -35,8 +35,9 @@ def draw_figure(scene: Scene, theme: str = "light") -> "Figure":
     from matplotlib.figure import Figure
 
     colors = [pair[THEMES.index(theme)] for pair in PALETTE.values()]
-    paper = colors[list(PALETTE).index("paper")]
-    figure = Figure(figsize=(scene.width / 100, scene.height / 100), dpi=DPI, facecolor=paper)
+    figure = Figure(
+        figsize=(scene.width / 100, scene.height / 100), dpi=DPI, facecolor="none"
+    )  # between the panels the page shows
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set_xlim(0, scene.width)

@@ -1,16 +1,30 @@
 """BlockTablesView: where each sequence's tokens lie, block by block or token by token."""
 
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import ArrayLike
 
 from nanovllm.viz.recorder import Moment, Recorder
-from nanovllm.viz.scene import Scene, clip, hue
+from nanovllm.viz.scene import COLOR, Scene, clip, hue, hue_of
 from nanovllm.viz.state import EngineState, SequenceInfo
 from nanovllm.viz.views import GAP, TITLE, Box, Swatch, View, draw_legend
 from nanovllm.viz.words import plural, sequence_words, token_text
 
-GUTTER, LEGEND = 84.0, 22.0
+GUTTER, LEGEND = 106.0, 22.0
 ROW = 19.0  # a sequence's line of blocks
 SLOT_W, SLOT_H, SLOT_LINE = 46.0, 19.0, 38.0  # one token's slot at least; a line of slots, the block's number above
+
+
+class TableCell(NamedTuple):
+    """One block of one sequence's table, as it is drawn."""
+
+    x: float
+    y: float
+    block_id: int
+    fill: float  # 0 to 1
+    is_hit: bool  # from the prefix cache
+    seq_id: int
 
 
 class BlockTablesView(View):
@@ -35,7 +49,11 @@ class BlockTablesView(View):
         return not self.tokens
 
     def height(self, width: float, moment: Moment) -> float:
-        return TITLE + LEGEND + GAP + self.lines * (SLOT_LINE if self.tokens else ROW)
+        seen = -(-moment.history.num_sequences // 4) * 4
+        lines = min(self.lines, max(4, 2 * seen if self.tokens else seen))  # it grows at most a few times in a run
+        if self.tokens and moment.state is not None and not can_show_tokens(moment.state):
+            lines = 1
+        return TITLE + LEGEND + GAP + lines * (SLOT_LINE if self.tokens else ROW)
 
     def summary(self, moment: Moment) -> str:
         if moment.state is None:
@@ -47,11 +65,12 @@ class BlockTablesView(View):
     def words(self, moment: Moment) -> str:
         state = moment.state
         assert state is not None
-        infos = sorted(state.sequences.values(), key=lambda info: (info.status != "running", info.seq_id))
+        others = sorted(state.by_status("waiting", "preempted"), key=lambda info: info.seq_id)
+        infos = holders(state, moment) + others
         lines = [self.summary(moment) + "."]
         for info in infos[:16]:
             lines.append("  " + sequence_words(info, state.block_size))
-            if self.tokens and state.tokens is not None:
+            if self.tokens and can_show_tokens(state):
                 lines += ["    " + line for line in self._slot_words(state, info, moment)]
         if len(infos) > 16:
             lines.append(f"  and {len(infos) - 16:,} more")
@@ -75,8 +94,8 @@ class BlockTablesView(View):
         assert state is not None
         body = Box(box.x, box.y, box.w, box.h - LEGEND)
         if not self.tokens:
-            self._paint_tables(scene, body, state)
-        elif state.tokens is None or state.block_size > 16:
+            self._paint_tables(scene, body, state, moment)
+        elif not can_show_tokens(state):
             note = "Tokens are shown for blocks of up to 16 tokens and pools of up to 65,536 slots."
             scene.text(box.x, box.y + 16, note, 11, color="muted")
         else:
@@ -85,59 +104,70 @@ class BlockTablesView(View):
 
     # -- block by block
 
-    def _paint_tables(self, scene: Scene, box: Box, state: EngineState) -> None:
-        infos = sorted(state.by_status("running"), key=lambda info: info.seq_id)
+    def _paint_tables(self, scene: Scene, box: Box, state: EngineState, moment: Moment) -> None:
+        infos = holders(state, moment)
         infos += sorted(state.by_status("preempted", "waiting"), key=lambda info: (info.status, info.seq_id))
         room = int(box.h // ROW)
         shown = infos if len(infos) <= room else infos[: room - 1]
         cell = 40.0 if state.num_blocks > 9999 else 31.0
-        for line, info in enumerate(shown):
-            y = box.y + line * ROW
-            draw_name(scene, box.x, y + ROW / 2, info.seq_id)
-            if info.status == "running":
+        middles = box.y + (np.arange(len(shown)) + 0.5) * ROW
+        draw_names(scene, box.x, middles, [info.seq_id for info in shown])
+        cells: list[TableCell] = []
+        for info, y in zip(shown, middles.tolist(), strict=True):
+            if info.status in ("running", "ended"):
                 tokens = f"{info.num_computed_tokens:,} tok"
-                scene.text(box.x + GUTTER - 8, y + ROW / 2, tokens, 9.5, color="muted", align="r")
-                self._paint_row(scene, Box(box.x + GUTTER, y + 1.5, box.w - GUTTER, ROW - 4), state, info, cell)
+                scene.text(box.x + GUTTER - 8, y, tokens, 9.5, color="muted", align="r")
+                row = Box(box.x + GUTTER, y - ROW / 2 + 1.5, box.w - GUTTER, ROW - 4)
+                cells += self._row_cells(scene, row, state.block_size, info, cell)
             else:
                 waits = plural(info.num_tokens, "token")
                 what = f"waits with {waits}" if info.status == "waiting" else f"preempted: {waits} to compute again"
-                color = "muted" if info.status == "waiting" else "alarm"
-                scene.text(box.x + GUTTER, y + ROW / 2, what, 10, color=color)
+                scene.text(box.x + GUTTER, y, what, 10, color="muted" if info.status == "waiting" else "alarm")
+        self._paint_cells(scene, cells, cell - 2, ROW - 4)
+        if not infos:
+            scene.text(box.x, box.y + ROW / 2, "No sequence is running or waiting.", 10.5, color="muted")
         if len(shown) < len(infos):
             y = box.y + len(shown) * ROW + ROW / 2
             scene.text(box.x, y, f"and {len(infos) - len(shown):,} more sequences", 10, color="muted")
 
     @staticmethod
-    def _paint_row(scene: Scene, box: Box, state: EngineState, info: SequenceInfo, cell: float) -> None:
-        table, size = info.block_table, state.block_size
-        room = int(box.w // cell)
-        places = list(range(len(table)))
+    def _row_cells(scene: Scene, box: Box, size: int, info: SequenceInfo, pitch: float) -> list[TableCell]:
+        """The cells of one sequence, and what is written beside them."""
+        table, is_over = info.block_table, info.status == "ended"
+        room = int((box.w - 44 * is_over) // pitch)
+        places = range(len(table))
         if len(table) > room:  # the middle is left out: the first blocks show sharing, the last ones growth
             head = (room - 1) // 2
-            places = [*range(head), -1, *range(len(table) - (room - 1 - head), len(table))]
-        columns = np.array([column for column, place in enumerate(places) if place >= 0])
-        logical = np.array([place for place in places if place >= 0], dtype=np.int64)
-        if not len(logical):
+            places = [*range(head), *range(len(table) - (room - 1 - head), len(table))]  # type: ignore[assignment]
+            middle = box.x + (head + 0.5) * pitch - 1
+            scene.text(middle, box.y + box.h / 2, f"+{len(table) - room + 1}", 9.5, color="muted", align="c")
+        cells = []
+        for index, place in enumerate(places):
+            column = index + (len(table) > room and index >= (room - 1) // 2)
+            fill = min(max((info.num_computed_tokens - place * size) / size, 0.0), 1.0) * (not is_over)
+            is_hit = (place + 1) * size <= info.num_cached_tokens
+            cells.append(TableCell(box.x + column * pitch, box.y, table[place], fill, is_hit, info.seq_id))
+        if is_over and cells:
+            scene.text(cells[-1].x + pitch + 4, box.y + box.h / 2, "ended", 10, color="muted")
+        return cells
+
+    @staticmethod
+    def _paint_cells(scene: Scene, cells: list[TableCell], w: float, h: float) -> None:
+        if not cells:
             return
-        physical = np.array(table)[logical]
-        x, w = box.x + columns * cell, cell - 2
-        fill = np.clip((info.num_computed_tokens - logical * size) / size, 0, 1) * w
-        scene.rects(x + 0.5, box.y + 0.5, w - 1, box.h - 1, "empty", stroke="line", tags=info.seq_id)
-        scene.rects(x[fill > 0], box.y, fill[fill > 0], box.h, hue(info.seq_id), tags=info.seq_id)
-        from_cache = (logical + 1) * size <= info.num_cached_tokens
-        scene.rects(x[from_cache] + 1, box.y + 1, w - 2, box.h - 2, stroke="ink", line_width=2)
-        is_dark = fill >= 0.5 * w  # the number stands on the colour, or on the empty rest
-        for mask, color in ((is_dark, "on_hue"), (~is_dark, "ink")):
-            texts = [str(block_id) for block_id in physical[mask].tolist()]
-            scene.text(x[mask] + w / 2, box.y + box.h / 2, texts, 9.5, color=color, align="c")
-        if len(table) > room:
-            gap = box.x + places.index(-1) * cell + w / 2
-            scene.text(gap, box.y + box.h / 2, f"+{len(table) - room + 1}", 9.5, color="muted", align="c")
+        x, y, _, share, is_hit, tags = (np.array(column) for column in zip(*cells, strict=True))
+        fill, hues = share * w, hue_of(tags)
+        scene.rects(x + 0.5, y + 0.5, w - 1, h - 1, "empty", stroke="line", tags=tags)
+        some = fill > 0
+        scene.rects(x[some], y[some], fill[some], h, hues[some], tags=tags[some])
+        scene.rects(x[is_hit] + 1, y[is_hit] + 1, w - 2, h - 2, stroke="ink", line_width=2)
+        colors = np.where(fill >= 0.5 * w, COLOR["on_hue"], COLOR["ink"])  # on the colour, or on the empty rest
+        scene.text(x + w / 2, y + h / 2, [str(cell.block_id) for cell in cells], 9.5, color=colors, align="c")
 
     # -- token by token
 
     def _paint_slots(self, scene: Scene, box: Box, state: EngineState, moment: Moment) -> None:
-        infos = sorted(state.by_status("running"), key=lambda info: info.seq_id)
+        infos = holders(state, moment)
         if not infos:
             scene.text(box.x, box.y + 16, "No sequence is running.", 11, color="muted")
             return
@@ -148,7 +178,7 @@ class BlockTablesView(View):
         line = 0
         for info in infos:
             y = box.y + line * SLOT_LINE
-            draw_name(scene, box.x, y + 12 + SLOT_H / 2, info.seq_id)
+            draw_names(scene, box.x, [y + 12 + SLOT_H / 2], [info.seq_id])
             wanted = -(-len(info.block_table) // per_line)
             first = max(0, wanted - share) * per_line  # the newest blocks are shown
             if first:
@@ -204,7 +234,17 @@ class BlockTablesView(View):
         draw_legend(scene, box.x, box.y + 15, entries)
 
 
-def draw_name(scene: Scene, x: float, y: float, seq_id: int) -> None:
-    """A sequence's colour and number, as in every panel."""
-    scene.rects(x, y - 5, 8, 10, hue(seq_id), tags=seq_id)
-    scene.text(x + 13, y, f"s{seq_id}", 10.5, is_bold=True)
+def can_show_tokens(state: EngineState) -> bool:
+    return state.tokens is not None and state.block_size <= 16
+
+
+def holders(state: EngineState, moment: Moment) -> list[SequenceInfo]:
+    """The sequences that hold blocks, then those that have let go of theirs in this very step."""
+    running = sorted(state.by_status("running"), key=lambda info: info.seq_id)
+    return running + moment.ended()
+
+
+def draw_names(scene: Scene, x: float, y: ArrayLike, seq_ids: list[int]) -> None:
+    """The sequences' colours and numbers, as in every panel, their middles at y."""
+    scene.rects(x, np.asarray(y) - 5, 8, 10, hue_of(seq_ids), tags=seq_ids)
+    scene.text(x + 13, y, [f"s{seq_id}" for seq_id in seq_ids], 10.5, is_bold=True)

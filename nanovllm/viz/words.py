@@ -50,6 +50,8 @@ def sequence_words(info: SequenceInfo, block_size: int) -> str:
         return f"{name} waits with {plural(info.num_prompt_tokens, 'prompt token')}"
     if info.status == "preempted":
         return f"{name} was preempted and waits to compute its {plural(info.num_tokens, 'token')} again"
+    if info.status == "ended":
+        return f"{name} ended with {plural(info.num_computed_tokens, 'token')} in blocks {ranges(info.block_table)}"
     fill = info.num_computed_tokens - (len(info.block_table) - 1) * block_size
     table = ranges(info.block_table) or "none yet"
     cached = f", {info.num_cached_tokens} of them from the prefix cache" if info.num_cached_tokens else ""
@@ -133,7 +135,9 @@ def step_lines(record: StepRecord, decode: Decode | None = None) -> list[tuple[s
     if record.preempted:
         names = list_of([f"s{seq_id}" for seq_id in record.preempted])
         lines.append(("queue", f"preempted, because the pool had no free block left: {names}"))
-    lines += [("row", row_words(row, decode)) for row in record.rows]
+    lines += [("row", row_words(row, decode)) for row in record.rows if row.is_prefill]
+    decodes = [row_words(row, decode) for row in record.rows if not row.is_prefill]
+    lines += [("row", "decode " + ",  ".join(decodes[i : i + 6])) for i in range(0, len(decodes), 6)]
     lines += [("block", text) for text in block_words(record)]
     for finish in record.finished:
         reasons = {FinishReason.STOP: "an end token", FinishReason.LENGTH: "its length limit"}
@@ -151,7 +155,7 @@ def row_words(row: StepRow, decode: Decode | None) -> str:
     start, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
     sampled = "" if row.sampled_token_id is None else f" → {token_text(row.sampled_token_id, decode)}"
     if not row.is_prefill:
-        return f"s{row.seq_id} decode: position {start}{sampled}"
+        return f"s{row.seq_id} at {start}{sampled}"
     left = row.num_tokens - end
     rest = f", {left} left for later steps" if left else ""
     return f"s{row.seq_id} prefill: positions {start}–{end - 1} of {row.num_tokens}{rest}{sampled}"

@@ -112,7 +112,8 @@ class ToyEngine:
             self.fail_at = None
             scheduler.recover({seq.seq_id for seq in seqs})
             raise RuntimeError("the runner failed")
-        sleep(self.step_seconds)
+        if self.step_seconds:
+            sleep(self.step_seconds)
         token_ids: list[int | None] = [
             (sum(seq.token_ids) * 31 + seq.num_tokens) % 997
             if seq.num_computed_tokens + seq.num_scheduled_tokens == seq.num_tokens
