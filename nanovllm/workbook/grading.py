@@ -10,6 +10,7 @@ import linecache
 import numbers
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from random import Random
 from types import TracebackType
 from typing import Any, NoReturn
@@ -263,6 +264,17 @@ def describe_error(error: BaseException, workbook: Workbook) -> str:
     file, line, function = frame
     text = clip(linecache.getline(file, line).strip(), 60)
     return f"{said}  in {function}, line {line}: {text}"
+
+
+def preload(exercise: Exercise, target: str) -> None:
+    """Import the shipped modules that a target needs, before any clock runs.
+
+    The first import of torch takes seconds, and an import that is cut short stays broken for the whole process.
+    """
+    for where in exercise.objects.values() if target == "engine" else ():
+        module, _, name = where.partition("::")
+        if name:
+            import_module(module)
 
 
 def load_answer(

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from nanovllm.workbook.catalogue import TARGETS, Exercise, Workbook, WorkbookError
-from nanovllm.workbook.grading import Answer, load_answer
+from nanovllm.workbook.grading import Answer, load_answer, preload
 from nanovllm.workbook.outcomes import FAILED, NOT_RUN, TODO, ExerciseResult, TestResult, table_text
 from nanovllm.workbook.runner import judge, rule_of, time_limit
 
@@ -117,6 +117,7 @@ def answer(request: pytest.FixtureRequest) -> Answer:
     exercise = session.exercise_of(request.node.path)
     if exercise is None:
         raise pytest.UsageError("the fixture `answer` is for files tests/chNN/test_exN_M_name.py")
+    preload(exercise, session.target)
     with judged(request.node, session, exercise), time_limit(session.seconds(exercise)):
         loaded = load_answer(session.workbook, exercise, session.target, session.chain, session.seed)
         loaded.rule = rule_of(request.function)

@@ -1,0 +1,93 @@
+"""Grader of exercise 2.2: one SamplingParams for each prompt."""
+
+from typing import Any
+
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.workbook.grading import Answer
+
+
+def params(*max_tokens: int) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=number) for number in max_tokens]
+
+
+def lengths(got: Any) -> list[int]:
+    return [each.max_tokens for each in got]
+
+
+def test_contract__a_new_list(answer: Answer) -> None:
+    """It returns a list, a new one each time, and leaves the given one as it is."""
+    given = params(3, 5)
+    got = answer.call("broadcast", given, 2)
+    answer.require(isinstance(got, list), f"a {type(got).__name__}", "a list")
+    answer.require(got is not given, "the very list that was given", "a new list")
+    got.append(SamplingParams())
+    answer.equal(len(given), 2, "Whoever changes the result must not change the caller's list.")
+    answer.equal(lengths(answer.call("broadcast", params(9)[0], 1)), [9], "A second call knows nothing of the first.")
+    answer.require(isinstance(answer.call("broadcast", tuple(given), 2), list), "no list", "a list for a tuple as well")
+
+
+def test_example__one_for_two_prompts(answer: Answer) -> None:
+    """One SamplingParams counts for every prompt."""
+    got = answer.call("broadcast", SamplingParams(max_tokens=5), 2)
+    answer.equal(lengths(got), [5, 5])
+
+
+def test_oracle__one_or_one_each(answer: Answer) -> None:
+    """One counts for all; of a list or tuple, the i-th counts for prompt i."""
+    for _ in range(60):
+        answer.story.clear()
+        number = answer.rng.randint(1, 6)
+        if answer.rng.random() < 0.4:
+            one = SamplingParams(temperature=answer.rng.uniform(0.1, 2), max_tokens=answer.rng.randint(1, 99))
+            answer.equal(answer.call("broadcast", one, number), [one for _ in range(number)])
+        else:
+            each = params(*answer.rng.sample(range(1, 100), number))
+            given: Any = answer.rng.choice([list, tuple])(each)
+            answer.equal(answer.call("broadcast", given, number), each)
+
+
+def test_oracle__other_lengths(answer: Answer) -> None:
+    """A list of another length is refused, and the message names both numbers."""
+    for given, number in ((2, 3), (3, 2), (1, 4), (0, 2), (5, 1), (4, 0), (12, 11)):
+        answer.story.clear()
+        answer.note(f"broadcast([{given} SamplingParams], {number})")
+        every = params(*range(1, given + 1))
+        for kind in (list, tuple):
+            error = refuse(answer, kind(every), number)
+            missing = [str(count) for count in (given, number) if str(count) not in str(error)]
+            answer.require(not missing, f"the message {str(error)!r}", f"a message that names {given} and {number}")
+
+
+def refuse(answer: Answer, given: Any, number: int) -> BaseException:
+    return answer.raises(RequestError, lambda: answer.broadcast(given, number))
+
+
+def test_boundary__none_is_the_default(answer: Answer) -> None:
+    """Without sampling_params, SamplingParams() counts for every prompt."""
+    answer.equal(answer.call("broadcast", None, 3), [SamplingParams()] * 3)
+
+
+def test_boundary__a_list_of_one_is_no_broadcast(answer: Answer) -> None:
+    """A list holds one for each prompt: of length 1 it fits one prompt, and no more."""
+    answer.equal(lengths(answer.call("broadcast", params(7), 1)), [7])
+    answer.note("broadcast([SamplingParams(max_tokens=7)], 2)")
+    refuse(answer, params(7), 2)
+
+
+def test_boundary__no_prompts(answer: Answer) -> None:
+    """No prompts need no params, whatever was given for all of them."""
+    for given in (None, SamplingParams(), [], ()):
+        answer.story.clear()
+        answer.equal(answer.call("broadcast", given, 0), [])
+
+
+def test_boundary__anything_else(answer: Answer) -> None:
+    """What is neither a SamplingParams nor a list or tuple raises a RequestError, and no other error."""
+    for given in (0.7, "greedy", {"temperature": 0.7}, 3, SamplingParams, iter(params(1, 2)), {1, 2}, 0, False, "ab"):
+        answer.story.clear()
+        answer.note(f"broadcast({given!r}, 2)")
+        refuse(answer, given, 2)
+    answer.story.clear()
+    answer.note("broadcast({}, 0)")
+    refuse(answer, {}, 0)

@@ -1,0 +1,108 @@
+"""Grader of exercise 2.4: why a sequence ends after its newest token."""
+
+from typing import Any
+
+from nanovllm.engine.events import FinishReason
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.oracles.scheduler import Options, make_scheduler
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+def reason(answer: Answer, generated: list[int], prompt: int = 3, max_tokens: int = 64, ignore_eos: bool = False,
+           **options: Any) -> Any:  # fmt: skip
+    """What stop_reason says of a sequence that has generated these tokens."""
+    answer.story.clear()
+    scheduler = make_scheduler(answer, Options(**options))
+    seq = Sequence([9] * prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), block_size=4)
+    ignoring = ", ignore_eos" if ignore_eos else ""
+    answer.note(f"a prompt of {prompt} tokens, generated {generated}, max_tokens={max_tokens}{ignoring}")
+    for token in generated:
+        seq.append_token(token)
+    before = seq.state(), seq.finish_reason
+    got = scheduler.raw.stop_reason(seq)
+    answer.note(f"scheduler.stop_reason(seq) -> {got!r}")
+    answer.equal((seq.state(), seq.finish_reason), before, "It only looks: whoever asks changes the sequence.")
+    answer.equal(scheduler.raw.stop_reason(seq), got, "Asked again, it answers the same.")
+    return got
+
+
+def test_contract__a_finish_reason_or_none(answer: Answer) -> None:
+    """It returns a FinishReason or None."""
+    answer.equal(reason(answer, [5]), None)
+    for generated, max_tokens in (([5], 1), ([0], 9)):
+        got = reason(answer, generated, max_tokens=max_tokens)
+        answer.require(isinstance(got, FinishReason), got, "FinishReason.STOP or FinishReason.LENGTH")
+
+
+def test_example__three_tokens_at_most(answer: Answer) -> None:
+    """An end token stops, a limit cuts off, and where both hold it is STOP."""
+    for generated, expected in (([5, 6], None), ([5, 6, 7], LENGTH), ([5, 2], STOP), ([5, 6, 2], STOP)):
+        answer.equal(reason(answer, generated, max_tokens=3, eos=2), expected)
+
+
+def test_oracle__token_by_token(answer: Answer) -> None:
+    """The first token that is an end token, or fills one of the three limits, ends the sequence."""
+    rng = answer.rng
+    for _ in range(150):
+        ends = rng.sample(range(12), rng.randint(0, 3))
+        prompt, max_tokens = rng.randint(1, 12), rng.randint(1, 12)
+        limit, blocks = rng.randint(prompt + 1, 24), rng.randint(-(-prompt // 4), 6)
+        ignore_eos = rng.random() < 0.3
+        options = {"eos": ends[0] if ends else -1, "stop_token_ids": tuple(ends[1:]), "max_model_len": limit}
+        generated: list[int] = []
+        while True:
+            generated.append(rng.randint(0, 11))
+            total, expected = prompt + len(generated), None
+            if len(generated) == max_tokens or total == limit or total == 4 * blocks + 1:
+                expected = LENGTH
+            if generated[-1] in ends and not ignore_eos:
+                expected = STOP
+            got = reason(answer, generated, prompt, max_tokens, ignore_eos, num_kvcache_blocks=blocks, **options)
+            answer.equal(got, expected)
+            if expected:
+                break
+
+
+def test_boundary__ignored_end_token(answer: Answer) -> None:
+    """With ignore_eos an end token is a token like any other; the limits still hold."""
+    answer.equal(reason(answer, [5, 0], ignore_eos=True), None)
+    answer.equal(reason(answer, [5, 0], max_tokens=2, ignore_eos=True), LENGTH)
+    answer.equal(reason(answer, [0], prompt=5, max_model_len=6, ignore_eos=True), LENGTH)
+
+
+def test_boundary__any_of_several_end_tokens(answer: Answer) -> None:
+    """A model may have several end tokens, and any of them stops."""
+    for token in (0, 7, 8):
+        answer.equal(reason(answer, [5, token], eos=0, stop_token_ids=(7, 8)), STOP)
+    answer.equal(reason(answer, [5, 6], eos=0, stop_token_ids=(7, 8)), None)
+    answer.equal(reason(answer, [5, 0], eos=-1, stop_token_ids=(7,)), None, "This tokenizer has no end token.")
+
+
+def test_boundary__only_the_newest_token(answer: Answer) -> None:
+    """What counts is the token that it just got: an end token in the prompt or further back does not stop."""
+    answer.equal(reason(answer, [0, 5], ignore_eos=False), None)
+    answer.equal(reason(answer, [5], eos=9), None, "The prompt is full of 9s, which was no reason to stop.")
+
+
+def test_boundary__max_tokens_counts_generated_ones(answer: Answer) -> None:
+    """max_tokens limits what is generated, whatever the length of the prompt; exactly that many are allowed."""
+    answer.equal(reason(answer, [5], prompt=40, max_tokens=2), None)
+    answer.equal(reason(answer, [5, 5], prompt=40, max_tokens=2), LENGTH)
+    answer.equal(reason(answer, [5], prompt=1, max_tokens=1), LENGTH)
+
+
+def test_boundary__max_model_len_counts_all(answer: Answer) -> None:
+    """max_model_len limits prompt and generated tokens together; exactly that many are allowed."""
+    answer.equal(reason(answer, [5], prompt=8, max_model_len=10), None)
+    answer.equal(reason(answer, [5, 5], prompt=8, max_model_len=10), LENGTH)
+    answer.equal(reason(answer, [5, 0], prompt=8, max_model_len=10), STOP)
+
+
+def test_boundary__one_more_than_the_pool_holds(answer: Answer) -> None:
+    """The last token needs no slot: with a pool of 8 slots, a sequence of 8 tokens goes on and one of 9 ends."""
+    answer.equal(reason(answer, [5, 5], prompt=6, num_kvcache_blocks=2), None)
+    answer.equal(reason(answer, [5, 5, 5], prompt=6, num_kvcache_blocks=2), LENGTH)
+    answer.equal(reason(answer, [5], prompt=8, num_kvcache_blocks=2), LENGTH)
