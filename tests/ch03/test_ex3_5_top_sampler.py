@@ -1,0 +1,175 @@
+"""Grader of exercise 3.5: top-k and top-p as the learner's own sampler and sampling parameters."""
+
+import math
+from typing import Any
+
+import torch
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.workbook.grading import Answer
+
+DRAWS = 6_000
+SLACK = 0.04  # more than five standard deviations of a share among DRAWS draws
+
+
+def generator(answer: Answer) -> torch.Generator:
+    return torch.Generator().manual_seed(answer.rng.randrange(2**31))
+
+
+def draw(answer: Answer, logits: list[float], temperature: float = 1.0, **fields: Any) -> list[float]:
+    """The shares of the tokens among many equal rows."""
+    answer.story.clear()
+    answer.note(f"{DRAWS} rows of logits {[round(v, 3) for v in logits]}, temperature {temperature}, {fields}")
+    params = answer.TopParams(temperature=temperature, **fields)
+    ids = answer.TopSampler().forward(
+        torch.tensor(logits).expand(DRAWS, len(logits)), torch.full((DRAWS,), temperature), generator(answer), True,
+        [params] * DRAWS,
+    )  # fmt: skip
+    return [float(count) / DRAWS for count in torch.bincount(ids, minlength=len(logits))]
+
+
+def logs(*probabilities: float) -> list[float]:
+    return [math.log(p) for p in probabilities]
+
+
+def slowly(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """Token by token: what is left, and in which shares."""
+    weights = [math.exp((value - max(logits)) / temperature) for value in logits]
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    order = order[:top_k] if top_k else order
+    total, kept, reached = sum(weights[i] for i in order), [], 0.0
+    for i in order:
+        if kept and reached >= top_p:
+            break
+        kept.append(i)
+        reached += weights[i] / total
+    left = sum(weights[i] for i in kept)
+    return [weights[i] / left if i in kept else 0.0 for i in range(len(logits))]
+
+
+def test_contract__params(answer: Answer) -> None:
+    """TopParams is a SamplingParams with two more fields, which keep everything unless set."""
+    answer.note("TopParams()")
+    params = answer.TopParams()
+    answer.require(isinstance(params, SamplingParams), f"a {type(params).__name__}", "a subclass of SamplingParams")
+    values = (params.temperature, params.max_tokens, params.ignore_eos, params.top_k, params.top_p)
+    answer.equal(values, (1.0, 64, False, 0, 1.0))
+    params = answer.TopParams(temperature=0.5, max_tokens=3, top_k=7, top_p=0.25)
+    answer.equal((params.temperature, params.max_tokens, params.top_k, params.top_p), (0.5, 3, 7, 0.25))
+
+
+def test_contract__sampler(answer: Answer) -> None:
+    """It returns one int64 id a row and changes none of its arguments."""
+    answer.note("TopSampler().forward(three rows of seven logits, …)")
+    logits, temperatures = torch.randn(3, 7), torch.tensor([1.0, 0.5, 2.0])
+    before = logits.clone(), temperatures.clone()
+    rows = [answer.TopParams(top_k=2), SamplingParams(), answer.TopParams(top_p=0.5)]
+    runs = [
+        answer.TopSampler().forward(logits, temperatures, torch.Generator().manual_seed(3), True, list(rows))
+        for _ in range(2)
+    ]
+    answer.equal((list(runs[0].shape), runs[0].dtype), ([3], torch.int64))
+    answer.equal(runs[0], runs[1], "The same seed draws the same tokens: all noise comes from the generator.")
+    answer.equal((logits, temperatures), before, "It may not change its inputs.")
+
+
+def test_example__forty_thirty_twenty_ten(answer: Answer) -> None:
+    """Of (0.4, 0.3, 0.2, 0.1) top_k=3 leaves 4/9, 3/9, 2/9, and top_p=0.5 keeps the first two of these."""
+    logits = logs(0.4, 0.3, 0.2, 0.1)
+    answer.equal(draw(answer, logits, top_k=3), [4 / 9, 3 / 9, 2 / 9, 0.0], tolerance=SLACK)
+    answer.equal(draw(answer, logits, top_k=3, top_p=0.5), [4 / 7, 3 / 7, 0.0, 0.0], tolerance=SLACK)
+
+
+def test_oracle__top_k(answer: Answer) -> None:
+    """Exactly the k most likely tokens are drawn, in proportion to their probabilities."""
+    for top_k in (1, 2, 4, 6):
+        logits = [answer.rng.uniform(-1.5, 1.5) for _ in range(6)]
+        answer.equal(draw(answer, logits, top_k=top_k), slowly(logits, 1.0, top_k, 1.0), tolerance=SLACK)
+
+
+def test_oracle__top_p(answer: Answer) -> None:
+    """Exactly the tokens that it takes to reach top_p are drawn, in proportion to their probabilities."""
+    for top_p in (0.2, 0.5, 0.8, 0.95):
+        logits = [answer.rng.uniform(-1.5, 1.5) for _ in range(6)]
+        answer.equal(draw(answer, logits, top_p=top_p), slowly(logits, 1.0, 0, top_p), tolerance=SLACK)
+
+
+def test_oracle__both_and_a_temperature(answer: Answer) -> None:
+    """The temperature comes first, then top_k, then top_p."""
+    for _ in range(4):
+        logits = [answer.rng.uniform(-2, 2) for _ in range(7)]
+        temperature, top_k, top_p = (
+            answer.rng.choice([0.6, 2.0]),
+            answer.rng.randint(2, 5),
+            answer.rng.uniform(0.4, 0.9),
+        )
+        got = draw(answer, logits, temperature, top_k=top_k, top_p=top_p)
+        answer.equal(got, slowly(logits, temperature, top_k, top_p), tolerance=SLACK)
+
+
+def test_boundary__fields_are_checked(answer: Answer) -> None:
+    """Values that make no sense are refused when the params are made, the inherited ones included."""
+    wrong: list[dict[str, Any]] = [
+        {"top_k": -1}, {"top_k": 1.5}, {"top_k": True}, {"top_p": 0.0}, {"top_p": -0.1}, {"top_p": 1.01},
+        {"top_p": math.nan}, {"temperature": 0.0}, {"max_tokens": 0},
+    ]  # fmt: skip
+    for fields in wrong:
+        answer.story.clear()
+        answer.note(f"TopParams({', '.join(f'{name}={value}' for name, value in fields.items())})")
+        answer.raises(ValueError, lambda fields=fields: answer.TopParams(**fields))
+    answer.TopParams(top_k=0, top_p=1.0)
+    answer.TopParams(top_k=10**6, top_p=1e-9)
+
+
+def test_boundary__the_crossing_token_stays(answer: Answer) -> None:
+    """The token with which the sum reaches top_p is kept."""
+    answer.equal(draw(answer, logs(0.6, 0.4), top_p=0.7), [0.6, 0.4], tolerance=SLACK)
+    answer.equal(draw(answer, logs(0.5, 0.3, 0.2), top_p=0.51), [5 / 8, 3 / 8, 0.0], tolerance=SLACK)
+
+
+def test_boundary__at_least_one_token(answer: Answer) -> None:
+    """A top_p below the largest probability still leaves the most likely token."""
+    answer.equal(draw(answer, logs(0.3, 0.6, 0.1), top_p=0.01), [0.0, 1.0, 0.0])
+
+
+def test_boundary__top_p_counts_after_top_k(answer: Answer) -> None:
+    """top_p adds up the probabilities of what top_k has left."""
+    # Of (0.3, 0.3, 0.2, 0.2) top_k=2 leaves 1/2 and 1/2; one of them reaches 0.45, though 0.3 would not.
+    answer.equal(draw(answer, logs(0.31, 0.3, 0.2, 0.19), top_k=2, top_p=0.45), [1.0, 0.0, 0.0, 0.0])
+
+
+def test_boundary__top_k_beyond_the_vocabulary(answer: Answer) -> None:
+    """A top_k larger than the vocabulary keeps everything."""
+    answer.equal(draw(answer, logs(0.5, 0.5), top_k=50), [0.5, 0.5], tolerance=SLACK)
+
+
+def test_boundary__equal_logits(answer: Answer) -> None:
+    """Among equal logits the lower id is kept first, so top_k keeps exactly k of them."""
+    answer.equal(draw(answer, [1.0, 1.0, 1.0, 1.0], top_k=2), [0.5, 0.5, 0.0, 0.0], tolerance=SLACK)
+
+
+def test_boundary__order_of_ids_does_not_matter(answer: Answer) -> None:
+    """What is drawn are token ids, not places in a sorted list."""
+    answer.equal(draw(answer, logs(0.1, 0.2, 0.7), top_k=2), [0.0, 2 / 9, 7 / 9], tolerance=SLACK)
+
+
+def test_boundary__plain_params(answer: Answer) -> None:
+    """Rows with plain SamplingParams keep everything, also beside rows with top_k."""
+    answer.note(f"{DRAWS} rows of three equal logits; every second one has top_k=1")
+    rows = [answer.TopParams(top_k=1), SamplingParams()] * (DRAWS // 2)
+    ids = answer.TopSampler().forward(torch.zeros(DRAWS, 3), torch.ones(DRAWS), generator(answer), True, rows)
+    answer.equal(ids[0::2], torch.zeros(DRAWS // 2, dtype=torch.int64))
+    shares = [float(count) / (DRAWS // 2) for count in torch.bincount(ids[1::2], minlength=3)]
+    answer.equal(shares, [1 / 3] * 3, tolerance=1.5 * SLACK)
+
+
+def test_boundary__cold_rows(answer: Answer) -> None:
+    """At 1e-5 and below the most likely token is returned, the lowest id where several are equal."""
+    answer.note("rows of logits (1, 3, 3, 2), temperature 1e-6, top_k=3, top_p=0.99")
+    params = answer.TopParams(temperature=1e-6, top_k=3, top_p=0.99)
+    logits = torch.tensor([1.0, 3.0, 3.0, 2.0]).expand(100, 4)
+    for needs_noise in (True, False):
+        got = answer.TopSampler().forward(
+            logits, torch.full((100,), 1e-6), generator(answer), needs_noise, [params] * 100
+        )
+        answer.equal(got, torch.ones(100, dtype=torch.int64))
