@@ -185,7 +185,7 @@ class Player:
         with interrupts:
             while not interrupts.count and self._advance():
                 self._draw_if_due()
-        if not interrupts.count:
+        if not interrupts.count and not self._is_closed:  # a player that has ended left its picture already
             self._end()
         else:
             self._draw()
