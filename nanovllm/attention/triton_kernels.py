@@ -52,21 +52,28 @@ def store_kernel(
 
 
 @triton.jit
-def tile_slots(block_table_ptr, start, last, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Cache slots [TILE] of the positions start .. start + TILE of one sequence.
+def first_block(block_table_ptr, start, last, BLOCK_SIZE: tl.constexpr):
+    """The block in which position `start` lies (0 where there is none)."""
+    return tl.load(block_table_ptr + start // BLOCK_SIZE, mask=start < last, other=0)
+
+
+@triton.jit
+def tile_slots(block_table_ptr, block, start, last, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Cache slots [TILE] of the positions start .. start + TILE of one sequence, and the block of the next tile.
 
     With block size 256, tile 64 and block table (7, 2, 9): start 320 lies in block 2 at offset 64, so the slots are
-    2 * 256 + 64 .. 2 * 256 + 127. A tile that never crosses a block (the block size is a multiple of it) needs one
-    look into the table; smaller blocks need one per position.
+    2 * 256 + 64 .. 2 * 256 + 127. A tile never crosses a block if the block size is a multiple of it: then one look
+    into the table is enough, and it is taken one tile ahead, because the keys cannot be fetched before it is back.
+    Smaller blocks need one look per position.
     """
     offset = tl.arange(0, TILE)
     if BLOCK_SIZE % TILE == 0:
-        block = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        return block * BLOCK_SIZE + start % BLOCK_SIZE + offset
+        slot = block.to(tl.int64) * BLOCK_SIZE + start % BLOCK_SIZE + offset
+        return slot, first_block(block_table_ptr, start + TILE, last, BLOCK_SIZE)
     else:
         position = start + offset
-        block = tl.load(block_table_ptr + position // BLOCK_SIZE, mask=position < last, other=0).to(tl.int64)
-        return block * BLOCK_SIZE + position % BLOCK_SIZE
+        blocks = tl.load(block_table_ptr + position // BLOCK_SIZE, mask=position < last, other=0).to(tl.int64)
+        return blocks * BLOCK_SIZE + position % BLOCK_SIZE, block
 
 
 @triton.jit
@@ -115,8 +122,10 @@ def decode_kernel(
         row_max = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
         row_sum = tl.zeros([GROUP_PADDED], tl.float32)
         acc = tl.zeros([GROUP_PADDED, H_PADDED], tl.float32)
+        table_ptr = block_tables_ptr + row * table_stride
+        block = first_block(table_ptr, first, last, BLOCK_SIZE)
         for start in range(first, last, TILE):
-            slot = tile_slots(block_tables_ptr + row * table_stride, start, last, BLOCK_SIZE, TILE)
+            slot, block = tile_slots(table_ptr, block, start, last, BLOCK_SIZE, TILE)
             visible = start + tl.arange(0, TILE) < last
             at = (slot[:, None] * K + kv_head) * H + dim[None, :]
             mask = visible[:, None] & (dim < H)[None, :]
@@ -188,8 +197,10 @@ def prefill_kernel(
         row_max = tl.full([QUERIES], float("-inf"), tl.float32)
         row_sum = tl.zeros([QUERIES], tl.float32)
         acc = tl.zeros([QUERIES, H_PADDED], tl.float32)
+        table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
+        block = first_block(table_ptr, 0, last, BLOCK_SIZE)
         for start in range(0, last, TILE):
-            slot = tile_slots(block_tables_ptr + row.to(tl.int64) * table_stride, start, last, BLOCK_SIZE, TILE)
+            slot, block = tile_slots(table_ptr, block, start, last, BLOCK_SIZE, TILE)
             position = start + tl.arange(0, TILE)
             at = (slot[:, None] * K + head // GROUP) * H + dim[None, :]
             mask = (position < last)[:, None] & (dim < H)[None, :]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.hub import default_model_path
+from nanovllm.paths import default_model_path
 from nanovllm.llm import LLM
 
 QWEN3 = {

@@ -54,6 +54,7 @@ class Scheduler:
         self.block_manager: BlockManager = resolve(BlockManager)(
             config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
         )
+        self.max_length = min(self.max_model_len, self.block_manager.capacity + 1)  # of a sequence: see `stop_reason`
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.next_seq_id = 0
@@ -159,16 +160,20 @@ class Scheduler:
     def schedule_decodes(self) -> list[Sequence]:
         """One token for every running sequence whose prompt is done, from the head; short of blocks, the tail goes."""
         seqs: list[Sequence] = []
+        can_append, append = self.block_manager.can_append, self.block_manager.append
         index = 0
         while index < len(self.running):
             seq = self.running[index]
             index += 1
             if seq.is_prefilling:
                 continue  # holds all of its blocks already
-            while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq):
-                self.preempt(self.running[-1])  # may be `seq` itself, when it is the last
-            if seq.status is SequenceStatus.RUNNING:
-                self.block_manager.append(seq)
+            while not can_append(seq):
+                victim = self.running[-1]
+                self.preempt(victim)
+                if victim is seq:
+                    break  # it was the last: nobody else has a block to give
+            else:
+                append(seq)
                 self.plan(seq, 1)
                 seqs.append(seq)
         return seqs
@@ -209,7 +214,7 @@ class Scheduler:
         any_finished = False
         for seq, token_id in zip(seqs, token_ids, strict=True):
             seq.num_computed_tokens += seq.num_scheduled_tokens
-            if seq.num_computed_tokens < seq.num_tokens:
+            if seq.num_computed_tokens < len(seq.token_ids):
                 continue  # more chunks to come
             assert token_id is not None, f"sequence {seq.seq_id} caught up, but no token was sampled for it"
             seq.append_token(token_id)
@@ -226,10 +231,10 @@ class Scheduler:
         An end token counts before a limit that is reached with it. The pool limits the length too: a sequence that is
         one token longer than all blocks together could never compute that token, not even alone.
         """
-        if not seq.ignore_eos and seq.last_token in self.stop_token_ids:
+        if seq.token_ids[-1] in self.stop_token_ids and not seq.ignore_eos:
             return FinishReason.STOP
-        limit = min(self.max_model_len, self.block_manager.capacity + 1)
-        if seq.num_completion_tokens >= seq.max_tokens or seq.num_tokens >= limit:
+        length = len(seq.token_ids)
+        if length - seq.num_prompt_tokens >= seq.max_tokens or length >= self.max_length:
             return FinishReason.LENGTH
         return None
 

@@ -12,6 +12,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import Attention
@@ -22,9 +23,12 @@ def install_fused(*modules: nn.Module) -> None:
     from nanovllm.layers import fused  # triton is optional
 
     kernels: dict[type, Any] = {RMSNorm: fused.rms_norm, SiluAndMul: fused.silu_and_mul, Sampler: fused.sample}
+    linears = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
     for module in (layer for root in modules for layer in root.modules()):
         if type(module) in kernels:
             module.kernel = kernels[type(module)]
+        elif type(module) in linears and module.product is None and module.bias is None:
+            module.product = partial(fused.linear, module.weight)
         elif type(module) is Attention and can_fuse(module):
             norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.eps) if module.qk_norm else None
             module.rotate_and_store = partial(

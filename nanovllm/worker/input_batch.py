@@ -97,13 +97,14 @@ class InputBatchBuilder:
         """
         size, block_size = len(seqs), seqs[0].block_size
         starts = [seq.num_computed_tokens for seq in seqs]
+        tokens = [seq.token_ids for seq in seqs]
         positions = np.array(starts, np.int64)
         block_tables = self.tables.update([seq.block_table for seq in seqs])
         last_blocks = block_tables[np.arange(size), positions // block_size]
         context_lens = (positions + 1).astype(np.int32)
-        sampled = np.flatnonzero(np.array([len(seq.token_ids) for seq in seqs]) == context_lens)
+        sampled = np.flatnonzero(np.fromiter(map(len, tokens), np.int32, size) == context_lens)
         return BatchArrays(
-            input_ids=np.array([seq.token_ids[start] for seq, start in zip(seqs, starts, strict=True)], np.int64),
+            input_ids=np.fromiter(map(list.__getitem__, tokens, starts), np.int64, size),
             positions=positions,
             slot_mapping=last_blocks.astype(np.int64) * block_size + positions % block_size,
             block_tables=block_tables,

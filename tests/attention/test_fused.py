@@ -141,3 +141,11 @@ def test_no_number_of_bits_gives_a_race_time_without_a_logarithm() -> None:
     times[(1,)](bits, out)
     assert out.isfinite().all() and (out > 0).all()
     assert torch.allclose(out[3].cpu(), torch.tensor(0.2876821), atol=1e-5)  # -log(1 - 1/4)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows, size, outputs", [(1, 512, 8), (2, 1024, 16), (4, 1536, 24), (3, 512, 8), (1, 500, 8)])
+def test_linear(rows: int, size: int, outputs: int, dtype: torch.dtype) -> None:
+    """The kernel for 1, 2 and 4 rows; and sizes that it leaves to torch."""
+    x, weight = normal(rows, size, dtype=dtype), normal(outputs, size, dtype=dtype) / size**0.5
+    assert close(fused.linear(weight, x), torch.nn.functional.linear(x, weight), dtype)
