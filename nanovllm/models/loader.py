@@ -35,6 +35,9 @@ def load_model(model: DecoderForCausalLM, config: Config) -> None:
         randomize(model, config.seed or 0)
     else:
         load_folder(model, Path(config.model))
+    for param in model.parameters():
+        # It is bound to the parameter's own layer: a cycle, for which a dropped model would wait for the collector.
+        param.__dict__.pop("weight_loader", None)
 
 
 def load_folder(model: DecoderForCausalLM, folder: Path) -> None:

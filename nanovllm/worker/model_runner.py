@@ -195,13 +195,13 @@ class ModelRunner:
     def _give_back(self) -> None:
         for name in ("model", "kv_cache", "sampler", "graphs"):
             setattr(self, name, None)
-        gc.collect()
-        if self.device.type == "cuda":
+        if self.device.type == "cuda":  # torch keeps a GPU's memory for later unless it is told otherwise
+            gc.collect()
             torch.cuda.empty_cache()
 
     def __del__(self) -> None:
-        """Of an engine that was not closed: torch keeps a GPU's memory for later unless it is told otherwise."""
-        if hasattr(self, "device") and self.device.type == "cuda" and not sys.is_finalizing():
+        """Of an engine that nobody closed."""
+        if hasattr(self, "device") and not sys.is_finalizing():
             self._give_back()
 
 
