@@ -10,7 +10,9 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.torch_backend import TorchAttention
+from nanovllm.engine.parts import Parts
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import Sampler
 from nanovllm.workbook.quizzes import answer
 from nanovllm.worker.input_batch import InputBatchBuilder
@@ -42,7 +44,7 @@ def test_question_2_colder_is_sharper() -> None:
 
 
 def test_question_3_the_first_query_behind_a_prefix() -> None:
-    """The attention of a uniform query is the mean of the values it sees; values are powers apart, so it tells which."""
+    """Attention of a query of zeros is the mean of the values that it sees, which tells how many they are."""
     arrays = InputBatchBuilder().build([scheduled(20, 16, 4)])
     metadata = AttentionMetadata(
         *(torch.from_numpy(a) for a in (arrays.slot_mapping, arrays.block_tables, arrays.context_lens)),
@@ -87,9 +89,11 @@ def test_question_6_the_order_in_a_layer(tiny_model_dir: Path, monkeypatch: pyte
 
         return wrapped
 
-    with LLM(str(tiny_model_dir), dtype="float32", device="cpu", num_kvcache_blocks=4) as llm:
+    # A plugged-in rotation is always called; the shipped one may be part of a fused operator.
+    parts = Parts({"RotaryEmbedding.forward": noted("b", RotaryEmbedding.forward)})
+    with LLM(str(tiny_model_dir), parts, dtype="float32", device="cpu", num_kvcache_blocks=4) as llm:
         layer, attention = llm.model_runner.model.model.layers[0].self_attn, llm.model_runner.attention
-        for module, letter in ((layer.qkv_proj, "d"), (layer.rotary, "b"), (layer.o_proj, "e")):
+        for module, letter in ((layer.qkv_proj, "d"), (layer.o_proj, "e")):
             module.register_forward_pre_hook(lambda *_, letter=letter: calls.append(letter))
         monkeypatch.setattr(attention, "store", noted("a", attention.store))
         monkeypatch.setattr(attention, "attend", noted("c", attention.attend))
