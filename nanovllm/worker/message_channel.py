@@ -160,7 +160,10 @@ class MessageChannel:
         return offset, size, piece
 
     def close(self) -> None:
-        """At the writer's end, when the readers are done: give the events back. Safe to call again."""
+        """At the writer's end, when the readers are done: give memory and events back. Safe to call again."""
+        self.words.release()
+        self.bytes.release()
+        self.memory, self.check = None, lambda: None
         for event in self.events:
             if isinstance(event, PipeEvent):
                 event.close()

@@ -4,14 +4,17 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from multiprocessing import parent_process
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.worker.message_channel import MessageChannel
 
 FAIL_ON_RANK_0, FAIL_ON_RANK_1, FAIL_EVERYWHERE, OUT_OF_MEMORY_ON_RANK_1, KILL, SEGFAULT, LAST_WORDS = range(7)
 SIGNAL = [299, 298, 299]  # followed by one of them
@@ -57,3 +60,19 @@ class FailsAtConstruction(RMSNorm):
         super().__init__(*args, **options)
         if parent_process() is not None:
             raise ZeroDivisionError("planted at construction")
+
+
+class ReluAndMul(SiluAndMul):
+    """Another activation: a model with it writes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return gate.relu() * up
+
+
+class SlowChannel(MessageChannel):
+    """A reader that takes its time."""
+
+    def read(self) -> tuple[str, tuple[Any, ...]]:
+        time.sleep(0.01)
+        return super().read()

@@ -148,7 +148,7 @@ def test_fifty_megabytes() -> None:
 @pytest.mark.parametrize("capacity", [16, 1 << 20])
 @pytest.mark.parametrize("place", ["before put", "after put", "after first event"])
 def test_a_write_that_was_interrupted_can_be_followed_by_another(place: str, capacity: int) -> None:
-    """KeyboardInterrupt may strike anywhere in `write`. The half-written message may be read or not; the next one is."""
+    """KeyboardInterrupt may strike anywhere in `write`. That message may be read or not; the next one is."""
     readers = Readers(2, capacity=capacity)
     channel, put = readers.channel, readers.channel.put
     for round_ in range(5):

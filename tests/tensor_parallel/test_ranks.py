@@ -7,11 +7,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, ConfigError, SamplingParams
+from nanovllm.engine.parts import Parts
 from nanovllm.errors import EngineDeadError, RankError
+from nanovllm.layers.sampler import Sampler
 from tests.tensor_parallel import faulty
 from tests.tensor_parallel.helpers import build, cold_tokens, holdings, is_running
 from tests.tensor_parallel.helpers import faulty as part
@@ -113,8 +116,6 @@ def test_an_error_that_nobody_waited_for_is_told_at_the_next_step(pair: LLM, exp
 
 
 def test_a_message_of_ten_megabytes(pair: LLM, expected: list[list[int]]) -> None:
-    import numpy as np
-
     with pair.ranks.running("__setattr__", ("big", np.ones(10 << 20, np.uint8))):
         pass
     assert cold_tokens(pair) == expected
@@ -156,20 +157,36 @@ def test_three_ranks_size_their_pools_alike_and_leave_nothing(tmp_path: Path) ->
     assert holdings() == before
 
 
+def test_replaced_parts_reach_every_rank(tiny_model_dir: Path, expected: list[list[int]]) -> None:
+    parts = {"SiluAndMul.forward": part("ReluAndMul.forward"), "MessageChannel": part("SlowChannel")}
+    with build(tiny_model_dir, 1, parts) as llm:
+        different = cold_tokens(llm)
+    assert different != expected
+    with build(tiny_model_dir, 2, parts) as llm:
+        assert cold_tokens(llm) == different
+        assert type(llm.ranks.channel).__name__ == "SlowChannel"
+
+
+@pytest.mark.slow
+def test_the_default_model_on_three_ranks(default_model_dir: Path) -> None:
+    """Nine heads and three kv heads: one rank or three."""
+    prompts = ["The capital of France is", "Once upon a time", [1, 2, 3] * 100]
+    with build(default_model_dir, 1, num_kvcache_blocks=128) as llm:
+        expected = cold_tokens(llm, prompts, 16)
+    with build(default_model_dir, 3, num_kvcache_blocks=128, kv_cache_memory=1 << 28) as llm:
+        # Sums in another order: where two logits are within float noise, another token may win. Here none are.
+        assert cold_tokens(llm, prompts, 16) == expected
+    with pytest.raises(ConfigError, match="sizes that do: 1, 3"):
+        build(default_model_dir, 2)
+
+
 def test_what_cannot_work_is_refused_before_a_process_is_started(tiny_model_dir: Path) -> None:
     before = holdings()["children"]
     with pytest.raises(ConfigError, match="sizes that do: 1, 2"):
         build(tiny_model_dir, 4)
     with pytest.raises(ConfigError, match="'Sampler' is a live object"):
-        LLM(str(tiny_model_dir), tensor_parallel_size=2, device="cpu", parts=live_part())
+        LLM(str(tiny_model_dir), tensor_parallel_size=2, device="cpu", parts=Parts({"Sampler": Sampler}))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device"):
             build(tiny_model_dir, device="cuda")
     assert holdings()["children"] == before
-
-
-def live_part():  # type: ignore[no-untyped-def]
-    from nanovllm.engine.parts import Parts
-    from nanovllm.layers.sampler import Sampler
-
-    return Parts({"Sampler": Sampler})

@@ -1,0 +1,162 @@
+"""A rank that dies, whenever it may: the caller gets an error that says so in time, and nothing is left behind."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, EngineDeadError
+from nanovllm.worker.tensor_parallel import RankGroup, RankProcess
+from tests.tensor_parallel import faulty
+from tests.tensor_parallel.helpers import PROMPTS, build, cold_tokens, holdings, is_running
+from tests.tensor_parallel.helpers import faulty as part
+
+PATIENCE = 10.0  # seconds, the promise
+
+
+@pytest.fixture(scope="module")
+def once_per_process(tiny_model_dir: Path) -> None:
+    """What Python and torch make at the first use and keep: the resource tracker, a pool of shared memory."""
+    with build(tiny_model_dir) as llm:
+        cold_tokens(llm)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(once_per_process: None) -> Iterator[None]:
+    gc.collect()
+    before = holdings()
+    yield
+    gc.collect()
+    assert holdings() == before
+
+
+def dies(act: Callable[[], Any], *words: str) -> None:
+    """`act` raises EngineDeadError in time, with these words in it."""
+    started = time.perf_counter()
+    with pytest.raises(EngineDeadError) as caught:
+        act()
+    assert time.perf_counter() - started < PATIENCE
+    for word in ("rank 1", *words):
+        assert word in str(caught.value)
+
+
+def closed(llm: LLM) -> None:
+    """The engine says that it is closed, at once and for good."""
+    dies_at_once = time.perf_counter()
+    with pytest.raises(EngineDeadError):
+        cold_tokens(llm)
+    llm.exit()
+    assert time.perf_counter() - dies_at_once < 2
+    assert not any(is_running(process.pid) for process in llm.ps)
+
+
+def test_killed_before_the_first_step(tiny_model_dir: Path) -> None:
+    llm = build(tiny_model_dir)
+    os.kill(llm.ps[0].pid, signal.SIGKILL)
+    dies(lambda: cold_tokens(llm), f"process {llm.ps[0].pid}", "was killed by SIGKILL while ready")
+    closed(llm)
+
+
+@pytest.mark.slow
+def test_killed_while_idle(tiny_model_dir: Path) -> None:
+    llm = build(tiny_model_dir)
+    cold_tokens(llm)
+    os.kill(llm.ps[0].pid, signal.SIGKILL)
+    llm.ps[0].join()
+    dies(lambda: cold_tokens(llm), "was killed by SIGKILL")
+    closed(llm)
+
+
+@pytest.mark.parametrize("layer", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_killed_in_a_step_that_rank_0_is_in_too(tiny_model_dir: Path, layer: int) -> None:
+    llm = build(tiny_model_dir)
+
+    def kill(*args: object) -> None:
+        os.kill(llm.ps[0].pid, signal.SIGKILL)
+
+    llm.model_runner.model.model.layers[layer].register_forward_pre_hook(kill)
+    dies(lambda: cold_tokens(llm), "was killed by SIGKILL")
+    closed(llm)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        pytest.param(faulty.KILL, ["was killed by SIGKILL"], marks=pytest.mark.slow),
+        pytest.param(faulty.SEGFAULT, ["was killed by SIGSEGV", "faulty.py", "in obey"], marks=pytest.mark.slow),
+        (faulty.LAST_WORDS, ["ended with exit code 3", "goodbye, cruel world"]),
+    ],
+)
+def test_dies_of_itself_in_a_step(tiny_model_dir: Path, fault: int, words: list[str]) -> None:
+    llm = build(tiny_model_dir, parts={"VocabParallelEmbedding": part("Embedding")})
+    dies(lambda: cold_tokens(llm, [*PROMPTS, [*faulty.SIGNAL, fault]]), *words)
+    closed(llm)
+
+
+@pytest.mark.parametrize("delay", [0.0, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.3, 1.0, 2.0))])
+def test_killed_while_it_starts(tiny_model_dir: Path, delay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = RankGroup._start
+    killed_at: list[float] = []
+
+    def kill(each: RankProcess) -> None:
+        killed_at.append(time.perf_counter())
+        each.process.kill()
+
+    def start_and_kill(self: RankGroup, *args: Any) -> RankProcess:
+        each = start(self, *args)
+        threading.Timer(delay, kill, [each]).start() if delay else kill(each)
+        return each
+
+    monkeypatch.setattr(RankGroup, "_start", start_and_kill)
+    with pytest.raises(EngineDeadError, match="rank 1 .* was killed by SIGKILL while (starting|connecting)"):
+        build(tiny_model_dir)
+    assert time.perf_counter() - killed_at[0] < PATIENCE
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param("DiesAtConstruction", ["was killed by SIGKILL while connecting"], marks=pytest.mark.slow),
+        ("FailsAtConstruction", ["exit code 1 while connecting", "ZeroDivisionError: planted at construction"]),
+    ],
+)
+def test_dies_while_it_builds_its_runner(tiny_model_dir: Path, name: str, words: list[str]) -> None:
+    with pytest.raises(EngineDeadError) as caught:
+        build(tiny_model_dir, parts={"RMSNorm": part(name)})
+    for word in ("rank 1", *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.slow
+def test_one_of_three_dies_and_the_caller_waits_for_the_other(tmp_path: Path) -> None:
+    """Rank 0 waits in an all-reduce for rank 2, which waits for rank 1: only ending rank 2 brings rank 0 out of it."""
+    from tests.tiny_models import make_tiny_model
+
+    model = make_tiny_model(tmp_path, num_attention_heads=6, num_key_value_heads=6, intermediate_size=96)
+    llm = build(model, 3, parts={"VocabParallelEmbedding": part("Embedding")})
+    dies(lambda: cold_tokens(llm, [[*faulty.SIGNAL, faulty.KILL]]), "was killed by SIGKILL")
+    closed(llm)
+
+
+def test_an_engine_that_is_forgotten_ends_its_ranks(tiny_model_dir: Path) -> None:
+    llm = build(tiny_model_dir)
+    pid = llm.ps[0].pid
+    llm.myself = llm  # a cycle
+    thread = threading.Thread(target=gc.collect)
+    del llm
+    thread.start()
+    thread.join()
+    assert not is_running(pid)
+
+
+@pytest.mark.slow
+def test_ten_engines_one_after_another(tiny_model_dir: Path) -> None:
+    for _ in range(10):
+        with build(tiny_model_dir) as llm:
+            cold_tokens(llm, [[1, 2, 3]], 2)
