@@ -54,6 +54,7 @@ NEEDS_OPTIONAL = {
     "nanovllm.attention.triton_backend",
     "nanovllm.attention.triton_kernels",
     "nanovllm.layers.fused",
+    "nanovllm.viz.widget",
 }
 
 
