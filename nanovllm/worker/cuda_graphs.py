@@ -23,15 +23,6 @@ MAX_GRAPH_SIZE = 512
 ALIGNMENT = 256  # bytes; Triton compiles a kernel anew for pointers that are less aligned than those it knows
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, 8, then every eighth, and the largest batch itself (at most 512).
-
-    20 -> [1, 2, 4, 8, 16, 20]; 512 -> 67 sizes. Padding then costs at most seven rows.
-    """
-    largest = min(max_num_seqs, MAX_GRAPH_SIZE)
-    return [size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest] + [largest]
-
-
 class StepInputs:
     """The inputs of a decode step of up to `rows` rows: one pinned buffer, its twin on the GPU, one copy a step.
 
@@ -53,7 +44,9 @@ class StepInputs:
             starts[name] = size
             size += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
         self.tables_start, self.table_bytes = starts["block_tables"], max_blocks * 4
-        self.pinned = torch.zeros(size, dtype=torch.uint8).pin_memory()
+        self.pinned = torch.zeros(size, dtype=torch.uint8)
+        if device.type == "cuda":
+            self.pinned = self.pinned.pin_memory()
         self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self.host: dict[str, NDArray[Any]] = {}
         self.device: dict[str, Tensor] = {}
@@ -77,38 +70,51 @@ class StepInputs:
         self.memory[:used].copy_(self.pinned[:used], non_blocking=True)
 
 
+Recording = tuple[Callable[[], None], Tensor | None]  # run it again; where its logits are then
+
+
 class DecodeGraphs:
     """Graphs of decode steps for the sizes of `graph_sizes`, sharing their inputs and their memory.
 
-    forward: from an `InputBatch` of one query a row to logits [B, V] (None on ranks above 0). max_blocks: blocks of the
-    longest sequence. Captures everything at construction; kernels are compiled on the way.
+    forward: from an `InputBatch` of one query a row to logits [B, V] (None on ranks above 0). inputs: the buffers that
+    every graph reads, with as many rows as the largest size. Captures everything at construction.
     """
 
-    def __init__(
-        self, forward: Callable[[InputBatch], Tensor | None], max_num_seqs: int, max_blocks: int, device: torch.device
-    ) -> None:
-        self.sizes = graph_sizes(max_num_seqs)
+    def __init__(self, forward: Callable[[InputBatch], Tensor | None], max_num_seqs: int, inputs: StepInputs) -> None:
+        self.sizes, self.inputs, device = self.graph_sizes(max_num_seqs), inputs, inputs.memory.device
         rows = self.sizes[-1]
         self.size_for = [next(size for size in self.sizes if size >= max(n, 1)) for n in range(rows + 1)]
-        self.inputs = StepInputs(rows, max_blocks, device)
-        self.inputs.host["slot_mapping"][:] = -1
-        self.inputs.memory.copy_(self.inputs.pinned)
+        inputs.host["slot_mapping"][:] = -1
+        inputs.memory.copy_(inputs.pinned)
         self.cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self.last_size = 0  # of the graph that was replayed last
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self.graphs: dict[int, Recording] = {}
         gc.collect()  # an old graph that is freed during a capture would spoil it
-        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        stream.wait_stream(torch.cuda.current_stream(device))
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        for size in reversed(self.sizes):  # the largest first: the smaller ones fit into its memory
+            self.graphs[size] = self.record(forward, self.batch(size))
+
+    @staticmethod
+    def graph_sizes(max_num_seqs: int) -> list[int]:
+        """Batch sizes to capture: 1, 2, 4, 8, then every eighth, and the largest batch itself (at most 512).
+
+        20 -> [1, 2, 4, 8, 16, 20]; 512 -> 67 sizes. Padding then costs at most seven rows.
+        """
+        largest = min(max_num_seqs, MAX_GRAPH_SIZE)
+        return [size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest] + [largest]
+
+    def record(self, forward: Callable[[InputBatch], Tensor | None], batch: InputBatch) -> Recording:
+        """Capture one step on a stream of its own: how to run it again, and the logits that are new each time."""
+        stream = torch.cuda.Stream(batch.input_ids.device)
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for size in reversed(self.sizes):  # the largest first: the smaller ones fit into its memory
-                batch = self.batch(size)
-                forward(batch)  # compiles kernels and makes workspaces, which a capture must not do
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                logits = forward(batch)
-                graph.capture_end()
-                self.graphs[size] = graph, logits
-        torch.cuda.current_stream(device).wait_stream(stream)
+            forward(batch)  # compiles kernels and makes workspaces, which a capture must not do
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            logits = forward(batch)
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph.replay, logits
 
     def batch(self, size: int) -> InputBatch:
         """The first `size` rows of the inputs."""
@@ -130,6 +136,6 @@ class DecodeGraphs:
         rows = len(arrays.input_ids)
         size = self.last_size = self.size_for[rows]
         self.inputs.write(arrays, size)
-        graph, logits = self.graphs[size]
-        graph.replay()
+        replay, logits = self.graphs[size]
+        replay()
         return None if logits is None else logits[:rows], self.inputs.device["temperatures"][: len(arrays.temperatures)]

@@ -7,6 +7,7 @@ own and repeat what rank 0 does (`call`). A runner keeps nothing about sequences
 import gc
 import inspect
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models import build_model, load_model, prepare_for_device
 from nanovllm.models.fuse import install_fused
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.worker.cuda_graphs import DecodeGraphs
+from nanovllm.worker.cuda_graphs import DecodeGraphs, StepInputs
 from nanovllm.worker.device import select_device, select_dtype
 from nanovllm.worker.input_batch import BatchArrays, InputBatch, InputBatchBuilder
-from nanovllm.worker.kv_cache import allocate_kv_cache, block_bytes, num_blocks_on_cpu, num_blocks_on_gpu
+from nanovllm.worker.kv_cache import KVCacheSizer, allocate_kv_cache
 from nanovllm.worker.link import RankLink
 
 CPU_PREFILL_CHUNK = 1024  # prompt tokens in one step on a CPU, where a step should stay short
@@ -56,8 +57,8 @@ class ModelRunner:
             config.prefill_chunk = CPU_PREFILL_CHUNK
         if self.device.type == "cuda" and config.compile is not False and self.attention.capturable:
             install_fused(self.model, self.sampler)  # a backend that captures is one in Triton, so Triton is here
-        self.kv_cache = self._allocate_kv_cache()
-        self.graphs = self._capture_graphs()
+        self.kv_cache = self._allocate_kv_cache(parts)
+        self.graphs = self._capture_graphs(parts)
 
     def _build_model(self, parts: Parts) -> tuple[AttentionBackend, Any]:
         config, facts = self.config, ModelConfig.from_hf(self.config.hf_config)
@@ -74,15 +75,18 @@ class ModelRunner:
         prepare_for_device(model, self.device, self.dtype, config.quantization)
         return attention, model.eval()
 
-    def _allocate_kv_cache(self) -> Tensor:
+    def _allocate_kv_cache(self, parts: Parts) -> Tensor:
         """Size the pool (the smallest that any rank can hold), unless the user gave one, and allocate it."""
         config, model = self.config, self.model
         if self.device.type == "cuda":
             self.warmup()
         if config.num_kvcache_blocks == -1:
-            size = block_bytes(model.num_layers, model.num_kv_heads, model.head_dim, config.kvcache_block_size, self.dtype)
+            sizer = parts.resolve(KVCacheSizer)()
+            size = sizer.block_bytes(
+                model.num_layers, model.num_kv_heads, model.head_dim, config.kvcache_block_size, self.dtype.itemsize
+            )
             gpu = self.device.type == "cuda"
-            num_blocks = num_blocks_on_gpu(config, size, self.device) if gpu else num_blocks_on_cpu(config, size)
+            num_blocks = sizer.on_gpu(config, size, self.device) if gpu else sizer.on_cpu(config, size)
             config.num_kvcache_blocks = self.link.smallest(num_blocks)
         return self._new_cache(config.num_kvcache_blocks)
 
@@ -108,7 +112,11 @@ class ModelRunner:
         longest = min(config.max_num_batched_tokens, config.max_model_len)
         cache = self._new_cache(-(-max(longest, 2) // block_size))
         decodes = [1 << n for n in range(rows.bit_length())]
-        for num_seqs, context, num_new in [(rows, length, length), (1, longest, longest), *((n, 2, 1) for n in decodes)]:
+        for num_seqs, context, num_new in [
+            (rows, length, length),
+            (1, longest, longest),
+            *((n, 2, 1) for n in decodes),
+        ]:
             seqs = []
             for _ in range(num_seqs):
                 seq = Sequence([0] * context, block_size=block_size)
@@ -124,17 +132,29 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
-    def _capture_graphs(self) -> DecodeGraphs | None:
-        """CUDA graphs of the decode steps, where there is a GPU, a backend that allows it, and nobody said eager."""
-        config = self.config
-        if self.device.type != "cuda" or config.enforce_eager or not self.attention.capturable:
+    def _capture_graphs(self, parts: Parts) -> DecodeGraphs | None:
+        """CUDA graphs of the decode steps, where there is a GPU, a backend that allows it, and nobody said eager.
+
+        A plugged-in `record` needs no GPU: it says itself how a step is run again.
+        """
+        config, graphs = self.config, parts.resolve(DecodeGraphs)
+        on_gpu = self.device.type == "cuda" and self.attention.capturable
+        if config.enforce_eager or not (on_gpu or graphs.record is not DecodeGraphs.record):
             return None
         max_blocks = -(-config.max_model_len // config.kvcache_block_size)
-        return DecodeGraphs(self._decode_logits, config.max_num_seqs, max_blocks, self.device)
+        rows = graphs.graph_sizes(config.max_num_seqs)[-1]
+        return graphs(
+            self._decode_logits, config.max_num_seqs, parts.resolve(StepInputs)(rows, max_blocks, self.device)
+        )
 
     def _decode_logits(self, batch: InputBatch) -> Tensor | None:
         """Logits of all rows of a decode step, one query each."""
-        hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, batch.attn_metadata)
+        metadata = batch.attn_metadata
+        if not self.attention.capturable:
+            metadata = replace(
+                metadata
+            )  # such a backend plans once for each object, and a replayed batch keeps its own
+        hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, metadata)
         return self.model.compute_logits(hidden)
 
     # ---- a step --------------------------------------------------------------------------------------------------

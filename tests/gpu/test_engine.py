@@ -10,7 +10,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import MemoryBudgetError
-from nanovllm.worker.cuda_graphs import graph_sizes
+from nanovllm.worker.cuda_graphs import DecodeGraphs
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [
@@ -71,7 +71,7 @@ def test_same_tokens_in_float32(
 def test_sizes_of_the_graphs(tiny_model_dir: Path) -> None:
     options = {**SMALL, "attention_backend": "triton", "max_num_seqs": 20}
     with LLM(str(tiny_model_dir), **options) as llm:
-        assert list(llm.model_runner.graphs.graphs) == list(reversed(graph_sizes(20)))
+        assert list(llm.model_runner.graphs.graphs) == list(reversed(DecodeGraphs.graph_sizes(20)))
     with LLM(str(tiny_model_dir), enforce_eager=True, **options) as llm:
         assert llm.model_runner.graphs is None
 
