@@ -12,9 +12,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
-from nanovllm.paths import default_model_path
 from nanovllm.llm import LLM
+from nanovllm.paths import default_model_path
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "vocab_size": 151936,
@@ -63,9 +65,6 @@ def model_folder(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]
 
 def write_tokenizer(folder: Path) -> None:
     """A tokenizer of a few words: benches work on token ids, but an engine has a tokenizer."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     words = {word: index for index, word in enumerate(("<unk>", "<end>", "the", "a"))}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)

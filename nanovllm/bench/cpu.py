@@ -185,7 +185,9 @@ def hook_cost(llm: LLM, work: Workload, repeats: int) -> list[float]:
 def compare_with_transformers(table: Table, folder: str, llm: LLM, dtype: str, tokens: int) -> None:
     rng = random.Random(0)
     stream, mixed = single_stream(rng, tokens), mixed_requests(rng)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
+    )
     model.generation_config.eos_token_id = None
     for name, work, goal in (("one stream", stream, 2.5), ("16 mixed requests", mixed, 7.0)):
         table.compare(
