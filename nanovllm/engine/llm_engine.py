@@ -95,6 +95,8 @@ class LLMEngine:
     """
 
     def __new__(cls, model: str, parts: Parts | None = None, **options: Any) -> Self:
+        if parts is not None and not isinstance(parts, Parts):
+            raise ConfigError(f"parts must be a Parts, got {shown(parts)}; options of the engine go by name")
         return super().__new__((active_parts() if parts is None else parts).resolve(cls))
 
     def __init__(self, model: str, parts: Parts | None = None, **options: Any) -> None:
@@ -462,6 +464,8 @@ class LLMEngine:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises `RequestError` for text that is not valid Unicode (lone surrogates)."""
+        if not isinstance(text, str):
+            raise RequestError(f"only text can be tokenized, got {shown(text)}")
         try:
             text.encode()
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
