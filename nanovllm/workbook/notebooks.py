@@ -39,6 +39,7 @@ KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": 
 # What stands in the headings of every chapter that has exercises, and what every page ends with.
 EXERCISE_HEADINGS = ("worked by hand", "exercise", "plug your version in", "experiment", "check yourself")
 PAGE_HEADINGS = ("takeaways", "production engine", "reading")
+CODE_WIDTH = 120  # columns of a code cell: more are cut off in a window of 1,280 pixels
 PASTED_LINES = 4  # so many lines in a row that also stand in the package are a copy of it
 
 
@@ -168,6 +169,11 @@ def check_page(notebook: nbformat.NotebookNode, path: Path, workbook: Workbook) 
         *check_calls(calls, number, workbook),
         *check_links(prose, path.parent),
         *check_pasted(notebook),
+        *(
+            f"a line is too long to be seen whole: {line.strip()[:60]}…"
+            for line in "\n".join(code).split("\n")
+            if len(line) > CODE_WIDTH
+        ),
     ]
 
 
