@@ -113,9 +113,11 @@ class EngineMap:
             axes.add_patch(shape)
             _chip(axes, WIDTH - 16, top + 10, words, "right")
         for corners, is_double, _, _ in ARROWS:
-            style = {"arrowstyle": "<|-|>" if is_double else "-|>", "mutation_scale": 11, "color": LINE, "lw": 1.4}
-            path = Outline(corners)
-            axes.add_patch(FancyArrowPatch(path=path, shrinkA=0, shrinkB=0, joinstyle="miter", **style))
+            arrow = FancyArrowPatch(
+                path=Outline(corners), arrowstyle="<|-|>" if is_double else "-|>", mutation_scale=11
+            )
+            arrow.set(color=LINE, linewidth=1.4, joinstyle="miter")
+            axes.add_patch(arrow)
         for part in PARTS:
             self._draw_part(axes, part)
         for _, _, words, (x, y) in ARROWS:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from html import escape
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from nanovllm.workbook.sources import definition, stub_text
 
 PACKAGE = Path(nanovllm.__file__).parent
 BLUE, AMBER = "#2b66a8", "#c98a12"
+NUMBERS = (int, float)
 CLOSE = 0.1  # a guessed number within a tenth of the truth is a good guess
 
 
@@ -58,10 +58,10 @@ def _show(piece: Shown) -> None:
     except ImportError:
         print(piece)
         return
-    if get_ipython() is None:  # type: ignore[no-untyped-call]
+    if get_ipython() is None:
         print(piece)
     else:
-        display(piece)  # type: ignore[no-untyped-call]
+        display(piece)
 
 
 # -- predict, then run
@@ -94,7 +94,7 @@ class Prediction:
             return "Right." if mine.strip().lower() == actual.strip().lower() else "Not this time: find out why below."
         if mine == actual:
             return "Spot on."
-        if isinstance(mine, Real) and isinstance(actual, Real) and abs(mine - actual) <= CLOSE * abs(actual):
+        if isinstance(mine, NUMBERS) and isinstance(actual, NUMBERS) and abs(mine - actual) <= CLOSE * abs(actual):
             return "Close."
         return "Not this time: find out why below."
 
@@ -166,7 +166,7 @@ def _named(body: Iterable[ast.stmt], name: str) -> ast.stmt | None:
 
 def _lines_of(text: str, node: ast.AST) -> str:
     decorators = getattr(node, "decorator_list", [])
-    first = min(n.lineno for n in (node, *decorators))  # type: ignore[attr-defined]
+    first = min(n.lineno for n in (node, *decorators))
     return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))  # type: ignore[attr-defined]
 
 
@@ -291,7 +291,7 @@ def table(headers: SequenceOf[str], rows: Iterable[SequenceOf[Any]], caption: st
     """A table with numbers to the right and words to the left."""
     rows = [list(row) for row in rows]
     cells = [[_cell(value) for value in row] for row in rows]
-    right = [bool(rows) and all(isinstance(row[i], Real) for row in rows) for i in range(len(headers))]
+    right = [bool(rows) and all(isinstance(row[i], NUMBERS) for row in rows) for i in range(len(headers))]
     widths = [max(len(line[i]) for line in (headers, *cells)) for i in range(len(headers))]
     pad = partial(_padded, widths=widths, right=right)
     text = "\n".join([*([caption] if caption else []), pad(headers), *(pad(line) for line in cells)])
@@ -302,7 +302,7 @@ def table(headers: SequenceOf[str], rows: Iterable[SequenceOf[Any]], caption: st
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
