@@ -14,10 +14,10 @@ from nanovllm.sampling_params import SamplingParams
 def gpu_alone(llm: LLM, repeats: int = 20) -> float | None:
     """Seconds of the GPU's work in the step that was replayed last, without the host: replays back to back.
 
-    None where no graph was used.
+    None where no graph was used, or where the other ranks would have to replay it too.
     """
     runner = llm.model_runner
-    if runner.graphs is None or not runner.graphs.last_size:
+    if runner.graphs is None or not runner.graphs.last_size or llm.ps:
         return None
     size = runner.graphs.last_size
     graph, logits = runner.graphs.graphs[size]

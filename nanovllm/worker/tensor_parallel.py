@@ -45,6 +45,10 @@ PATIENCE = timedelta(minutes=5)  # with peers that are alive and do not come
 GRACE = 5.0  # seconds for a rank to end after "exit", and for the reason of a failure to arrive
 NO_GUARD = 86  # exit code of a rank that found itself running the caller's script
 LAST_WORDS = 4000  # bytes
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch ends the process, that is, the caller's, when a peer fails
+    "NCCL_SOCKET_IFNAME": "lo",  # nobody outside this machine may connect
+}
 
 
 class PeerLostError(RuntimeError):
@@ -79,9 +83,10 @@ class Collectives:
         group: Any
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            group = dist.ProcessGroupNCCL(store, self.rank, self.size, dist.ProcessGroupNCCL.Options())
-            group.allreduce([torch.zeros(1, device=self.device)]).wait()  # connections are made at the first use
-            torch.cuda.synchronize(self.device)
+            with environment(**NCCL_SETTINGS):
+                group = dist.ProcessGroupNCCL(store, self.rank, self.size, dist.ProcessGroupNCCL.Options())
+                group.allreduce([torch.zeros(1, device=self.device)]).wait()  # connects: that is done at the first use
+                torch.cuda.synchronize(self.device)
         else:
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = PATIENCE
@@ -91,10 +96,13 @@ class Collectives:
             self._group = group
 
     def leave(self) -> None:
-        """Give the group up, even while a kernel waits in it; the peers' collectives fail."""
+        """Give the group up, even while a kernel waits in it; on CPUs the peers' collectives fail."""
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
-            group.abort()
+            # Kernels that wait for a peer come back at once; `abort` itself waits for captured graphs to be gone.
+            aborting = threading.Thread(target=group.abort, name="nanovllm-abort", daemon=True)
+            aborting.start()
+            aborting.join(GRACE)
 
     def close(self) -> None:
         """Leave, and stop listening."""
@@ -226,8 +234,12 @@ class RankGroup(RankLink):
             self.channel.write(method, (self._generation, args))
             self._join()
             yield
+            self.check()  # a GPU that was called back from waiting for a dead peer returns numbers, but wrong ones
         except BaseException as error:
-            if not self._is_settled and self.collectives.device.type == "cuda":
+            on_gpu = self.collectives.device.type == "cuda"
+            if on_gpu and isinstance(error, RuntimeError) and not isinstance(error, NanoVLLMError):
+                self._explain(1.0)
+            if on_gpu and not self._is_settled:
                 self._die(EngineDeadError(f"rank 0 failed in the middle of a step, so the ranks disagree: {error!r}"))
             elif not self._is_settled:
                 self._regroup()
@@ -298,10 +310,10 @@ class RankGroup(RankLink):
             self._explain()
             raise failures[0]
 
-    def _explain(self) -> None:
+    def _explain(self, patience: float = GRACE) -> None:
         """After a failed collective: raise what made it fail, which may become known only in a moment."""
         with self._news:
-            self._news.wait_for(lambda: self._death or self._failure, GRACE)
+            self._news.wait_for(lambda: self._death or self._failure, patience)
         self.check()
 
     def _regroup(self) -> None:
@@ -389,9 +401,6 @@ class WorkerLink(RankLink):
                     self.report("failed", f"{method}:\n{traceback.format_exc()}")
                 self.collectives.leave()
 
-    def close(self) -> None:
-        self.collectives.close()
-
 
 def start_ranks(config: Config, parts: Parts) -> RankLink:
     """Start a process for each rank above 0 and return the link to them.
@@ -427,6 +436,18 @@ def run_rank(
     link.serve(parts.resolve(ModelRunner)(config, rank, link, parts))
     sys.stdout.flush()
     os._exit(0)  # rank 0 waits, and the interpreter's own way out takes seconds
+
+
+@contextmanager
+def environment(**settings: str) -> Iterator[None]:
+    """Set environment variables that nobody has set, for the length of the block."""
+    new = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            del os.environ[name]
 
 
 def end_with_parent() -> None:

@@ -1,0 +1,84 @@
+"""Two ranks on two GPUs: the same tokens as one, and deaths that are told in time."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm import LLM, EngineDeadError, SamplingParams
+from tests.gpu.test_engine import SMALL, tokens, workload
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def build(folder: Path) -> LLM:
+    options = {"dtype": "float32", "attention_backend": "triton", "max_num_seqs": 20, "seed": 0, **SMALL}
+    return LLM(str(folder), tensor_parallel_size=2, **options)
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_two_gpus_give_the_tokens_of_one(tiny_model_dir: Path, enforce_eager: bool) -> None:
+    expected = tokens(tiny_model_dir, enforce_eager=enforce_eager)
+    assert tokens(tiny_model_dir, enforce_eager=enforce_eager, tensor_parallel_size=2) == expected
+
+
+@pytest.mark.parametrize("moment", ["idle", "in a step"])
+def test_a_rank_that_is_killed_closes_the_engine_and_nothing_else(tiny_model_dir: Path, moment: str) -> None:
+    expected = tokens(tiny_model_dir)
+    llm = build(tiny_model_dir)
+    pid = llm.ps[0].pid
+
+    def kill() -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def run(llm: LLM) -> None:
+        while True:
+            llm.generate(*workload(), use_tqdm=False)
+
+    if moment == "idle":
+        kill()
+    else:
+        threading.Timer(1.0, kill).start()
+    started = time.perf_counter()
+    with pytest.raises(EngineDeadError, match="rank 1 .* was killed by SIGKILL"):
+        run(llm)
+    assert time.perf_counter() - started < 10
+    del llm
+    assert tokens(tiny_model_dir) == expected
+    assert tokens(tiny_model_dir, tensor_parallel_size=2) == expected
+
+
+def test_a_failure_in_the_sampler_leaves_the_engine_usable(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> torch.Tensor:
+        raise ZeroDivisionError("planted in the sampler")
+
+    prompts, params = workload(8)
+    with build(tiny_model_dir) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(llm.model_runner, "sample", broken)
+            llm.generate(prompts, params, use_tqdm=False)
+        assert llm.generate(prompts, params, use_tqdm=False) == expected
+
+
+def test_a_failure_in_the_middle_of_a_step_closes_the_engine(tiny_model_dir: Path) -> None:
+    """The captured graphs know only the group that is lost."""
+    with build(tiny_model_dir) as llm:
+        fail: Callable[..., None] = lambda *args: 1 / 0  # type: ignore[assignment,return-value]  # noqa: E731
+        llm.model_runner.model.model.layers[1].register_forward_pre_hook(fail)
+        started = time.perf_counter()
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([[1, 2, 3]], SamplingParams(temperature=1e-6, max_tokens=4), use_tqdm=False)
+        with pytest.raises(EngineDeadError):
+            llm.generate([[1, 2, 3]], SamplingParams(temperature=1e-6, max_tokens=4), use_tqdm=False)
+        assert time.perf_counter() - started < 10
