@@ -209,8 +209,8 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Let go of model, cache and link. Safe to call again."""
+        self._give_back()  # first: NCCL gives a group back when no captured graph is left that knows it
         self.link.close()
-        self._give_back()
 
     def _give_back(self) -> None:
         for name in ("model", "kv_cache", "sampler", "graphs"):

@@ -99,10 +99,10 @@ class Collectives:
         """Give the group up, even while a kernel waits in it; on CPUs the peers' collectives fail."""
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
-            # Kernels that wait for a peer come back at once; `abort` itself waits for captured graphs to be gone.
+            # Kernels that wait for a peer come back at once. `abort` itself may wait, for captured graphs to be gone.
             aborting = threading.Thread(target=group.abort, name="nanovllm-abort", daemon=True)
             aborting.start()
-            aborting.join(GRACE)
+            aborting.join(1.0)
 
     def close(self) -> None:
         """Leave, and stop listening."""
