@@ -171,6 +171,55 @@ def make_scheduler(answer: Answer, options: Options, replaced: Mapping[str, Any]
     return answer.watch(parts.resolve(Scheduler)(options, parts.resolve), "scheduler")
 
 
+def enqueue(answer: Answer, scheduler: Any, **prompts: int | list[int]) -> list[Named]:
+    """New requests in the queue, by name: their tokens, or how many they have (then no two begin alike)."""
+    seqs = []
+    for name, prompt in prompts.items():
+        tokens = [100 * ord(name) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+        seqs.append(Named(name, tokens, block_size=scheduler.block_manager.block_size))
+        scheduler.raw.add(seqs[-1])
+        answer.note(f"add {name}: a prompt of {len(tokens)} tokens")
+    return seqs
+
+
+def seated(answer: Answer, scheduler: Any, name: str, num_tokens: int, num_computed: int) -> Named:
+    """A running sequence with so many of its tokens computed; if that is all of them, it has got its first token."""
+    (seq,) = enqueue(answer, scheduler, **{name: num_tokens})
+    scheduler.raw.waiting.remove(seq)
+    scheduler.raw.admit(seq)
+    seq.num_computed_tokens = num_computed
+    if num_computed == num_tokens:
+        seq.append_token(7)
+    answer.note(f"{name} has a seat, {num_computed} of {seq.num_tokens} tokens computed")
+    return seq
+
+
+def run_step(answer: Answer, scheduler: Any, token: int = 7) -> list[tuple[str, int]]:
+    """One whole step, in which every row that catches up gets `token`. Returns the rows."""
+    seqs, is_prefill = scheduler.raw.schedule()
+    rows = rows_of(answer, seqs)
+    answer.note("a step: " + ", ".join(f"{name}: {count}" for name, count in rows))
+    ends = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs]
+    tokens = [token if end == seq.num_tokens else None for seq, end in zip(seqs, ends, strict=True)]
+    scheduler.raw.postprocess(seqs, tokens, is_prefill)
+    return rows
+
+
+def whole(answer: Answer, scheduler: Any) -> None:
+    """Reject the answer where an invariant of scheduler or pool is broken."""
+    raw = scheduler.raw
+    answer.require(len(raw.running) <= raw.max_num_seqs, f"{len(raw.running)} resident sequences",
+                   f"at most {raw.max_num_seqs}")  # fmt: skip
+    wrong = [seq for seq in raw.running if seq.status is not SequenceStatus.RUNNING]
+    answer.require(not wrong, wrong, "only sequences with status RUNNING in `running`")
+    wrong = [seq for seq in raw.waiting if seq.block_table or seq.status is SequenceStatus.RUNNING]
+    answer.require(not wrong, wrong, "no blocks and no status RUNNING in `waiting`")
+    both = [seq for seq in raw.waiting if seq in raw.running]
+    answer.require(not both, both, "every sequence in one queue")
+    found = faults(raw.block_manager, list(raw.running))
+    answer.require(found is None, found or "", "a pool in which every count is right")
+
+
 def named(seqs: Any) -> Any:
     """Names in place of sequences, where there are some."""
     return [getattr(seq, "name", seq) for seq in seqs] if isinstance(seqs, (list, tuple)) else seqs
@@ -257,17 +306,7 @@ class Trial:
             table = tuple(slow.pool.tables.get(request.name, ()))
             answer.equal(seq.block_table, table, f"The blocks of {request.name}: none without a seat.")
         answer.equal(list(scheduler.block_manager.free_block_ids), slow.pool.queue, "The free queue of the pool.")
-        self.check_whole()
-
-    def check_whole(self) -> None:
-        """Reject the answer where an invariant is broken, whatever the slow scheduler thinks."""
-        scheduler, answer, options = self.scheduler.raw, self.answer, self.options
-        answer.require(len(scheduler.running) <= options.max_num_seqs, f"{len(scheduler.running)} resident sequences",
-                       f"at most max_num_seqs = {options.max_num_seqs}")  # fmt: skip
-        wrong = [seq for seq in scheduler.running if seq.status is not SequenceStatus.RUNNING]
-        answer.require(not wrong, wrong, "only sequences with status RUNNING in `running`")
-        found = faults(scheduler.block_manager, list(scheduler.running))
-        answer.require(found is None, found or "", "a pool in which every count is right")
+        whole(answer, self.scheduler)
 
     def run(self, max_steps: int = 2000) -> None:
         """Steps until nothing is left."""
