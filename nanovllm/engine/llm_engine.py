@@ -297,7 +297,7 @@ class LLMEngine:
         Returns one result for one conversation, a list for a list of conversations.
         """
         if is_conversation(messages):
-            return self.generate(self.chat_prompt(messages), sampling_params, use_tqdm)[0]
+            return self.generate([self.chat_prompt(messages)], sampling_params, use_tqdm)[0]
         if not isinstance(messages, (list, tuple)):
             raise RequestError(f"chat() takes a conversation or a list of conversations, got {shown(messages)}")
         return self.generate([self.chat_prompt(each) for each in messages], sampling_params, use_tqdm)

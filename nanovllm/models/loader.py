@@ -173,6 +173,8 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
             names = list(handle.keys())
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightError(f"{path} cannot be read as safetensors (truncated or damaged?): {error}") from error
+        except (MemoryError, RuntimeError) as error:  # there are fewer addresses or less memory than it has bytes
+            raise MemoryBudgetError(f"no room for {path}: {error}; choose a smaller model") from error
         twice = [name for name in names if name in handles]
         if twice:
             raise WeightError(f"{folder}: in more than one file: {_listed(twice)}")
