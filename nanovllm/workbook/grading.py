@@ -266,12 +266,12 @@ def describe_error(error: BaseException, workbook: Workbook) -> str:
     return f"{said}  in {function}, line {line}: {text}"
 
 
-def preload(exercise: Exercise, target: str) -> None:
-    """Import the shipped modules that a target needs, before any clock runs.
+def preload(exercise: Exercise) -> None:
+    """Import the modules of the shipped objects, which answers need as well, before any clock runs.
 
     The first import of torch takes seconds, and an import that is cut short stays broken for the whole process.
     """
-    for where in exercise.objects.values() if target == "engine" else ():
+    for where in exercise.objects.values():
         module, _, name = where.partition("::")
         if name:
             import_module(module)

@@ -17,7 +17,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from nanovllm.workbook.catalogue import Exercise, ExerciseTodo, Workbook
-from nanovllm.workbook.grading import Answer, NotRunHere, Rejected, TimeUp, clip, describe_error
+from nanovllm.workbook.grading import Answer, NotRunHere, Rejected, TimeUp, clip, describe_error, preload
 from nanovllm.workbook.outcomes import FAILED, NOT_RUN, PASSED, TODO, ExerciseResult, TestResult
 
 
@@ -88,6 +88,7 @@ def run_grader(
     stop_at_first: bool = False,
 ) -> ExerciseResult:  # fmt: skip
     """All tests of one exercise in this process. `load` makes a fresh `Answer` for each test."""
+    preload(exercise)
     result = ExerciseResult.empty(exercise)
     for name, function in tests.items():
         answer, error, start = None, None, time.perf_counter()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.workbook.catalogue import Exercise, Workbook
-from nanovllm.workbook.grading import load_answer, preload
+from nanovllm.workbook.grading import load_answer
 from nanovllm.workbook.outcomes import FAILED, PASSED, TODO
 from nanovllm.workbook.runner import grader_tests, load_grader, run_grader
 from nanovllm.workbook.sources import stub_text
@@ -55,7 +55,6 @@ def told_badly(trial: Trial, text: str) -> list[str]:
 def test_authored_answer_and_shipped_engine_pass(exercise: Exercise, target: str) -> None:
     if target == "engine" and not exercise.in_engine:
         pytest.skip("the engine has no such part: the exercise adds one")
-    preload(exercise, target)
     tests = grader_tests(load_grader(WORKBOOK.root / exercise.test_file))
     result = run_grader(WORKBOOK, exercise, lambda: load_answer(WORKBOOK, exercise, target), tests)
     assert result.state == PASSED, result.first_failure.text if result.first_failure else result.tests

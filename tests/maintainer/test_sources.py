@@ -69,12 +69,16 @@ def test_generation_is_stable_and_keeps_the_surface(chapter: Chapter) -> None:
 
 
 def signature(source: str) -> list[str]:
-    """Every def line, class line and docstring of a definition."""
+    """Every def line, class line and docstring of a definition; what an answer defines inside a function is its own."""
     parts: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    nodes: list[ast.stmt] = list(ast.parse(source).body)
+    while nodes:
+        node = nodes.pop(0)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             head = ast.unparse(node.args) if isinstance(node, ast.FunctionDef) else ast.unparse(node.bases or [])
             parts.append(f"{node.name}({head}) {ast.get_docstring(node)}")
+        if isinstance(node, ast.ClassDef):
+            nodes += node.body
     return parts
 
 

@@ -1,0 +1,76 @@
+"""Slow twins of what the model runner prepares: one token at a time, in plain Python."""
+
+from typing import Any
+
+import numpy as np
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.workbook.grading import Answer
+
+INT64, INT32, FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
+
+
+def make_sequence(
+    answer: Answer, total: int, computed: int, scheduled: int, block_size: int, used: list[int],
+    temperature: float = 1.0, spare_blocks: int = 0,
+) -> Sequence:  # fmt: skip
+    """A sequence of `total` distinct tokens over random blocks that no other one has (`used` collects them)."""
+    seq = Sequence(
+        answer.rng.sample(range(1000), total), SamplingParams(temperature=temperature), block_size=block_size
+    )
+    free = [block for block in range(100) if block not in used]
+    needed = -(-total // block_size) + spare_blocks
+    seq.block_table = tuple(answer.rng.sample(free, needed))
+    used.extend(seq.block_table)
+    seq.num_computed_tokens, seq.num_scheduled_tokens = computed, scheduled
+    return seq
+
+
+def expected_arrays(seqs: list[Sequence]) -> dict[str, Any]:
+    """Every field of BatchArrays, token by token."""
+    ids, positions, slots, logits, temperatures = [], [], [], [], []
+    boundaries, contexts, decodes, leading = [0], [], 0, True
+    for seq in seqs:
+        stop = seq.num_computed_tokens + seq.num_scheduled_tokens
+        for position in range(seq.num_computed_tokens, stop):
+            ids.append(seq.token_ids[position])
+            positions.append(position)
+            block = seq.block_table[position // seq.block_size]
+            slots.append(block * seq.block_size + position % seq.block_size)
+        if stop == len(seq.token_ids):
+            logits.append(len(ids) - 1)
+            temperatures.append(seq.sampling_params.temperature)
+        boundaries.append(len(ids))
+        contexts.append(stop)
+        leading = leading and seq.num_scheduled_tokens == 1
+        decodes += leading
+    width = max(len(seq.block_table) for seq in seqs)
+    tables = [[*seq.block_table, *[0] * (width - len(seq.block_table))] for seq in seqs]
+    return {
+        "input_ids": (INT64, ids), "positions": (INT64, positions), "slot_mapping": (INT64, slots),
+        "block_tables": (INT32, tables), "context_lens": (INT32, contexts), "cu_seqlens_q": (INT32, boundaries),
+        "logits_indices": (INT64, logits), "temperatures": (FLOAT32, temperatures),
+        "max_query_len": max(seq.num_scheduled_tokens for seq in seqs), "max_context_len": max(contexts),
+        "num_decodes": decodes, "needs_noise": any(t > 1e-5 for t in temperatures),
+    }  # fmt: skip
+
+
+def compare_arrays(answer: Answer, got: Any, seqs: list[Sequence]) -> None:
+    """Field by field: values, and the dtypes of arrays."""
+    for name, expected in expected_arrays(seqs).items():
+        value = getattr(got, name, None)
+        if not isinstance(expected, tuple):
+            answer.equal(value, expected, f"{name}: {answer.rule}")
+            continue
+        dtype, numbers = expected
+        answer.require(isinstance(value, np.ndarray), f"{name}: a {type(value).__name__}", f"{name}: a numpy array")
+        answer.equal(value.tolist(), np.array(numbers, dtype).tolist(), f"{name}: {answer.rule}")
+        answer.require(
+            value.dtype == dtype, f"{name}: {value.dtype}", f"{name}: {dtype}", "The device expects this type."
+        )
+
+
+def describe(seqs: list[Sequence]) -> str:
+    rows = [(seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_tokens) for seq in seqs]
+    return f"(computed, scheduled, all tokens): {rows}; blocks of {seqs[0].block_size}"

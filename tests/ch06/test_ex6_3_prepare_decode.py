@@ -1,0 +1,99 @@
+"""Grader of exercise 6.3: the arrays of a step with one query a row."""
+
+from typing import Any
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.oracles.batches import compare_arrays, describe, make_sequence
+from nanovllm.worker.input_batch import InputBatchBuilder
+
+
+def rows(answer: Answer, wanted: list[tuple[int, int]], block_size: int = 4, **options: Any) -> list[Sequence]:
+    """Sequences of (computed, all) tokens, each with one token scheduled."""
+    used: list[int] = []
+    return [make_sequence(answer, total, computed, 1, block_size, used, **options) for computed, total in wanted]
+
+
+def compare(answer: Answer, seqs: list[Sequence], builder: Any = None) -> Any:
+    answer.story.clear()
+    answer.note(describe(seqs))
+    builder = builder or answer.parts.resolve(InputBatchBuilder)()
+    got = answer.watch(builder, "builder").prepare_decode(seqs)
+    compare_arrays(answer, got, seqs)
+    return got
+
+
+def test_contract__fields_types_and_sequences(answer: Answer) -> None:
+    """It returns BatchArrays with the types that the module names, and leaves the sequences as they are."""
+    seqs = rows(answer, [(9, 10), (3, 4)])
+    before = [(list(s.token_ids), s.block_table, s.num_computed_tokens, s.num_scheduled_tokens) for s in seqs]
+    got = compare(answer, seqs)
+    answer.require(type(got).__name__ == "BatchArrays", f"a {type(got).__name__}", "BatchArrays")
+    after = [(list(s.token_ids), s.block_table, s.num_computed_tokens, s.num_scheduled_tokens) for s in seqs]
+    answer.equal(after, before, "It may not change a sequence.")
+
+
+def test_example__three_rows(answer: Answer) -> None:
+    """Rows at positions 9, 3 and 8 have contexts 10, 4 and 9; with table (7, 2, 5) position 9 has slot 21."""
+    seqs = rows(answer, [(9, 10), (3, 4), (8, 9)])
+    seqs[0].block_table, seqs[1].block_table, seqs[2].block_table = (7, 2, 5), (11,), (0, 1, 3)
+    got = compare(answer, seqs)
+    answer.equal(got.slot_mapping.tolist(), [21, 47, 12])
+    answer.equal(got.context_lens.tolist(), [10, 4, 9])
+
+
+def test_oracle__random_steps(answer: Answer) -> None:
+    """Everything is what counting token by token gives."""
+    for _ in range(80):
+        wanted = []
+        for _ in range(answer.rng.randint(1, 8)):
+            computed = answer.rng.randint(0, 20)
+            wanted.append((computed, computed + 1))
+        compare(
+            answer, rows(answer, wanted, answer.rng.choice([1, 3, 4, 16]), temperature=answer.rng.choice([1e-6, 2.0]))
+        )
+
+
+def test_oracle__one_builder_many_steps(answer: Answer) -> None:
+    """A builder that has prepared other steps before, larger and smaller ones, answers the same."""
+    builder = answer.parts.resolve(InputBatchBuilder)()
+    for _ in range(12):
+        wanted = [(computed, computed + 1) for computed in answer.rng.choices(range(18), k=answer.rng.randint(1, 6))]
+        compare(answer, rows(answer, wanted), builder)
+
+
+def test_boundary__block_edges(answer: Answer) -> None:
+    """Position 3 is the last of a block of 4, position 4 the first of the next."""
+    for computed in (3, 4, 7, 8):
+        compare(answer, rows(answer, [(computed, computed + 1)]))
+
+
+def test_boundary__spare_blocks(answer: Answer) -> None:
+    """The block is the one of the position, also where the table has further blocks behind it."""
+    compare(answer, rows(answer, [(5, 6), (2, 3)], spare_blocks=2))
+
+
+def test_boundary__not_caught_up(answer: Answer) -> None:
+    """A row that computes one token of a prompt with more to come gives no logit and brings no temperature."""
+    got = compare(answer, rows(answer, [(5, 6), (2, 9), (7, 8)]))
+    answer.equal(got.logits_indices.tolist(), [0, 2])
+    got = compare(answer, rows(answer, [(2, 9)]))
+    answer.equal(got.needs_noise, False)
+
+
+def test_boundary__the_first_token(answer: Answer) -> None:
+    """A prompt of one token is computed like a decode, at position 0."""
+    compare(answer, rows(answer, [(0, 1), (0, 1)]))
+
+
+def test_boundary__the_token_behind_what_is_computed(answer: Answer) -> None:
+    """The token is the one at the position, not always the last known one."""
+    compare(answer, rows(answer, [(2, 6)]))
+
+
+def test_boundary__mixed_temperatures(answer: Answer) -> None:
+    """One warm row among cold ones needs noise."""
+    used: list[int] = []
+    seqs = [make_sequence(answer, 6, 5, 1, 4, used, temperature=t) for t in (1e-6, 1e-5, 0.3)]
+    answer.equal(compare(answer, seqs).needs_noise, True)
+    answer.equal(compare(answer, seqs[:2]).needs_noise, False)

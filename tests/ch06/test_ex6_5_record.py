@@ -1,0 +1,161 @@
+"""Grader of exercise 6.5: a recorded and replayed step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nanovllm.workbook.grading import Answer
+from nanovllm.worker.cuda_graphs import DecodeGraphs, StepInputs
+
+
+class Machine:
+    """Graphs on the answer's code over a stand-in for a model, whose every run is counted."""
+
+    def __init__(self, answer: Answer, max_num_seqs: int = 4, has_logits: bool = True) -> None:
+        answer.story.clear()
+        answer.note(f"graphs for up to {max_num_seqs} rows; forward(batch) gives input_ids * 10 + positions")
+        self.runs: list[int] = []
+        self.has_logits = has_logits
+        rows = DecodeGraphs.graph_sizes(max_num_seqs)[-1]
+        self.inputs = StepInputs(rows, 2, torch.device("cpu"))
+        self.graphs = answer.parts.resolve(DecodeGraphs)(self.forward, max_num_seqs, self.inputs)
+
+    def forward(self, batch: Any) -> torch.Tensor | None:
+        self.runs.append(len(batch.input_ids))
+        if not self.has_logits:
+            return None
+        return (batch.input_ids * 10 + batch.positions).float()[:, None] + torch.arange(3.0)
+
+    def record(self, size: int) -> tuple[Callable[[], None], Any]:
+        result: tuple[Callable[[], None], Any] = self.graphs.record(self.forward, self.graphs.batch(size))
+        return result
+
+    def put(self, ids: list[int], positions: list[int]) -> None:
+        """Write into the buffers, as the engine does before a replay."""
+        self.inputs.device["input_ids"][: len(ids)] = torch.tensor(ids)
+        self.inputs.device["positions"][: len(positions)] = torch.tensor(positions)
+
+
+def expected(ids: list[int], positions: list[int]) -> torch.Tensor:
+    rows = [[float(10 * i + p + n) for n in range(3)] for i, p in zip(ids, positions, strict=True)]
+    return torch.tensor(rows)
+
+
+def test_contract__what_comes_back(answer: Answer) -> None:
+    """It returns (replay, logits); replay takes nothing and returns nothing."""
+    machine = Machine(answer)
+    result = machine.record(2)
+    answer.require(isinstance(result, tuple) and len(result) == 2, f"a {type(result).__name__}", "(replay, logits)")
+    replay, logits = result
+    answer.require(callable(replay), f"a {type(replay).__name__}", "a function")
+    answer.require(isinstance(logits, torch.Tensor), f"a {type(logits).__name__}", "a tensor")
+    answer.equal(list(logits.shape), [2, 3])
+    answer.equal(replay(), None, "replay() returns nothing: its result is in logits.")
+
+
+def test_example__seven(answer: Answer) -> None:
+    """After the buffers were written and the step replayed, logits holds the new result."""
+    machine = Machine(answer)
+    replay, logits = machine.record(1)
+    machine.put([7], [5])
+    answer.note("input_ids = 7, positions = 5, replay()")
+    replay()
+    answer.equal(logits, expected([7], [5]))
+
+
+def test_oracle__many_replays(answer: Answer) -> None:
+    """Every replay computes what a fresh run on the same numbers computes."""
+    machine = Machine(answer)
+    recorded = {size: machine.record(size) for size in (1, 2, 4)}
+    for _ in range(40):
+        size = answer.rng.choice([1, 2, 4])
+        ids = [answer.rng.randrange(100) for _ in range(size)]
+        positions = [answer.rng.randrange(50) for _ in range(size)]
+        machine.put(ids, positions)
+        del answer.story[1:]
+        answer.note(f"input_ids = {ids}, positions = {positions}, replay()")
+        recorded[size][0]()
+        answer.equal(recorded[size][1], expected(ids, positions))
+
+
+def test_oracle__through_the_graphs(answer: Answer) -> None:
+    """Plugged into the engine's graphs, padded steps of any size give their own rows."""
+    from nanovllm.workbook.oracles.batches import make_sequence
+    from nanovllm.worker.input_batch import InputBatchBuilder
+
+    machine, builder = Machine(answer, max_num_seqs=6), InputBatchBuilder()
+    for _ in range(20):
+        used: list[int] = []
+        seqs = []
+        for _ in range(answer.rng.randint(1, 6)):
+            computed = answer.rng.randint(0, 6)
+            seqs.append(make_sequence(answer, computed + 1, computed, 1, 4, used))
+        arrays = builder.build(seqs)
+        del answer.story[1:]
+        answer.note(f"a step of {len(seqs)} rows: input_ids {arrays.input_ids.tolist()}")
+        logits, _ = machine.graphs.run(arrays)
+        answer.equal(logits, expected(arrays.input_ids.tolist(), arrays.positions.tolist()))
+
+
+def test_boundary__the_same_tensor_each_time(answer: Answer) -> None:
+    """The result is always in the tensor that was handed out, at the same address."""
+    machine = Machine(answer)
+    replay, logits = machine.record(2)
+    address = logits.data_ptr()
+    for ids in ([1, 2], [3, 4]):
+        machine.put(ids, [0, 0])
+        replay()
+        answer.require(logits.data_ptr() == address, "another address", "the same address")
+        answer.equal(logits, expected(ids, [0, 0]))
+
+
+def test_boundary__inputs_are_read_anew(answer: Answer) -> None:
+    """A replay reads what is in the buffers then, not what was there when it was recorded."""
+    machine = Machine(answer)
+    machine.put([9, 9], [9, 9])
+    replay, logits = machine.record(2)
+    machine.put([1, 2], [3, 4])
+    replay()
+    answer.equal(logits, expected([1, 2], [3, 4]))
+
+
+def test_boundary__a_replay_runs_the_step_once(answer: Answer) -> None:
+    """Each replay runs the step once, on the rows that it was recorded with."""
+    machine = Machine(answer)
+    replay, _ = machine.record(2)
+    machine.runs.clear()
+    replay()
+    replay()
+    answer.equal(machine.runs, [2, 2])
+
+
+def test_boundary__nothing_runs_on_its_own(answer: Answer) -> None:
+    """Without a replay the result stays, whatever is written into the buffers."""
+    machine = Machine(answer)
+    replay, logits = machine.record(1)
+    machine.put([4], [2])
+    replay()
+    machine.put([8], [8])
+    answer.equal(logits, expected([4], [2]))
+
+
+def test_boundary__recordings_do_not_share(answer: Answer) -> None:
+    """Two recordings keep their results apart."""
+    machine = Machine(answer)
+    one, two = machine.record(1), machine.record(2)
+    machine.put([5, 6], [0, 0])
+    one[0]()
+    machine.put([1, 2], [0, 0])
+    two[0]()
+    answer.equal((one[1], two[1]), (expected([5], [0]), expected([1, 2], [0, 0])))
+
+
+def test_boundary__a_rank_without_logits(answer: Answer) -> None:
+    """A rank above 0 has no logits, but its replays must run all the same."""
+    machine = Machine(answer, has_logits=False)
+    replay, logits = machine.record(2)
+    answer.equal(logits, None)
+    machine.runs.clear()
+    answer.equal(replay(), None)
+    answer.equal(machine.runs, [2])
