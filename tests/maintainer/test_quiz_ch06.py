@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.workbook.quizzes import answer
 from nanovllm.worker.cuda_graphs import DecodeGraphs, StepInputs
 from nanovllm.worker.input_batch import InputBatchBuilder
 from nanovllm.worker.kv_cache import KVCacheSizer
 from nanovllm.worker.model_runner import ModelRunner
-from nanovllm.workbook.quizzes import answer
 
 
 def accepts(number: int, value: object) -> bool:
