@@ -119,7 +119,7 @@ def test_sizes_in_config_json(folder: Path, limits: None, name: str) -> None:
             use(folder)
         assert len(str(caught.value)) < 5000
     edit_json(folder / "config.json", **{name: None})
-    if name not in ("num_key_value_heads", "head_dim", "max_position_embeddings"):  # without these the model has transformers' default
+    if name not in ("num_key_value_heads", "head_dim", "max_position_embeddings"):  # these have a default
         with pytest.raises(NanoVLLMError):
             use(folder)
 

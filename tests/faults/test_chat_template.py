@@ -1,0 +1,197 @@
+"""The helper that renders chat templates: what transformers renders, in a process that cannot do harm and leaves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import chat_template
+from nanovllm.chat_template import ChatTemplate, TemplateFailure
+from nanovllm.tokenizer import load_tokenizer
+from tests.faults.engines import child_processes
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<b>é</b> 👩‍👧 \u2028 \"'{{ 1 }}'"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c\n"}],
+]
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n'}}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "with tokens": "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content | trim }}{{ eos_token }}"
+    "{% endfor %}",
+    "blocks and white space": "{%- for m in messages %}\n    {%- if m.role == 'user' %}\n  U {{ m.content }}\n"
+    "    {% else %}\n  A {{ m.content }}\n    {%- endif %}\n{% endfor %}\n  {# note #}\n",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
+    "{{ m.content }}{% endfor %}",
+    "reverse": "{% for m in messages[::-1] %}{{ loop.index0 }}{{ m.content[1:] }}{% endfor %}",
+    "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
+    "macro": "{% macro show(m) %}[{{ m.role|upper }}] {{ m.content }}{% endmacro %}"
+    "{% for m in messages %}{{ show(m) }}{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "date": "{{ strftime_now('%d %b %Y') }}",
+    "nothing given": "{{ tools is none }}{{ documents is none }}{{ undefined_name is defined }}{{ messages | length }}",
+    "tests and filters": "{% for m in messages %}{{ m.content is string }}{{ m.content.split(' ') | join('-') }}"
+    "{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_it_renders_what_transformers_renders(tiny_model_dir: Path, name: str) -> None:
+    tokenizer = load_tokenizer(tiny_model_dir, 300)
+    tokenizer.chat_template = TEMPLATES[name]
+    template = ChatTemplate(TEMPLATES[name], tokenizer.special_tokens_map)
+    for messages in CONVERSATIONS:
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert template.render(messages) == expected
+    template.close()
+
+
+def test_the_default_models_own_template(default_model_dir: Path) -> None:
+    tokenizer = load_tokenizer(default_model_dir, 49152)
+    template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map)
+    for messages in CONVERSATIONS:
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert template.render(messages) == expected
+
+
+def test_an_ordinary_template_costs_little() -> None:
+    """After the first conversation; in processor time of both processes, for other programs run here too."""
+    template = ChatTemplate(TEMPLATES["chatml"], {})
+    template.render(CONVERSATIONS[0])
+    best = min(seconds_of(template) for _ in range(5))
+    assert best < 0.02, f"{best * 1000:.1f} ms a conversation"
+
+
+def seconds_of(template: ChatTemplate, count: int = 20) -> float:
+    started = time.perf_counter()
+    for _ in range(count):
+        template.render(CONVERSATIONS[1])
+    return (time.perf_counter() - started) / count
+
+
+def test_the_helper_can_open_nothing(tmp_path: Path) -> None:
+    """Tried from inside, without the sandbox in between: what an escaped template could do."""
+    code = (
+        "import os, runpy, socket, sys; sys.path.append(sys.argv[1])\n"
+        f"helper = runpy.run_path({str(chat_template.HELPER)!r})\n"
+        "helper['give_up_rights'](512 << 20)\n"
+        f"for attempt in (lambda: open('/etc/hostname'), lambda: open({str(tmp_path / 'x')!r}, 'w'), socket.socket,\n"
+        "                lambda: os.listdir('/'), lambda: os.pipe(), lambda: bytearray(1 << 30)):\n"
+        "    try: attempt(); print('done')\n"
+        "    except (OSError, MemoryError) as error: print('refused')\n"
+    )
+    packages = Path(sys.modules["jinja2"].__file__ or "").parents[1]
+    result = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(packages)], capture_output=True, text=True)
+    assert result.stdout.split() == ["refused"] * 6, result.stdout + result.stderr
+
+
+def test_the_helper_sees_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "abc")
+    template = ChatTemplate(TEMPLATES["chatml"], {})
+    template.render(CONVERSATIONS[0])
+    assert template._helper is not None
+    environment = Path(f"/proc/{template._helper.pid}/environ").read_bytes()
+    assert b"SECRET_TOKEN" not in environment
+    template.close()
+
+
+def test_a_killed_helper_is_told_and_another_one_starts() -> None:
+    template = ChatTemplate(TEMPLATES["chatml"], {})
+    expected = template.render(CONVERSATIONS[0])
+    assert template._helper is not None
+    template._helper.kill()
+    with pytest.raises(TemplateFailure, match="status -9"):
+        template.render(CONVERSATIONS[0])
+    assert template.render(CONVERSATIONS[0]) == expected
+
+
+def test_a_helper_that_left_for_want_of_work_is_not_missed() -> None:
+    template = ChatTemplate(TEMPLATES["chatml"], {})
+    expected = template.render(CONVERSATIONS[0])
+    assert template._helper is not None
+    template._helper.send_signal(signal.SIGALRM)  # what its own timer sends after a minute
+    assert template.render(CONVERSATIONS[0]) == expected
+
+
+def test_it_leaves_for_want_of_work() -> None:
+    before = child_processes()
+    code = chat_template.HELPER.read_text().replace("IDLE_SECONDS = 60", "IDLE_SECONDS = 1")
+    packages = str(Path(sys.modules["jinja2"].__file__ or "").parents[1])
+    start = f"import sys; sys.path.append({packages!r})\n{code}"
+    command = [sys.executable, "-I", "-S", "-c", start, "", packages, "1", str(1 << 29)]
+    helper = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert helper.stdin is not None
+    helper.stdin.write(b'{"template": "x", "variables": {}}\n')
+    helper.stdin.flush()
+    assert helper.wait(timeout=60) == -signal.SIGALRM
+    helper.stdin.close()
+    assert child_processes() == before
+
+
+@pytest.mark.parametrize("how", ["close", "del"])
+def test_it_goes_with_its_owner(how: str) -> None:
+    before = child_processes()
+    template = ChatTemplate(TEMPLATES["chatml"], {})
+    template.render(CONVERSATIONS[0])
+    assert len(child_processes() - before) == 1
+    if how == "close":
+        template.close()
+        template.close()
+    del template
+    assert child_processes() == before
+
+
+def test_it_goes_with_a_caller_that_is_killed() -> None:
+    code = (
+        "import os, signal\n"
+        "from nanovllm.chat_template import ChatTemplate\n"
+        "template = ChatTemplate('{{ messages }}', {}); template.render([]); print(template._helper.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    helper = int(result.stdout)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.kill(helper, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{helper}/stat").read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("the helper outlives its caller")
+
+
+def test_a_loop_ends_even_if_the_caller_is_gone() -> None:
+    """The limit is the operating system's, not the caller's."""
+    loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    template = ChatTemplate(loops, {})
+    started = time.process_time()
+    with pytest.raises(TemplateFailure, match="may never end"):
+        template.render([])
+    assert time.process_time() - started < 1, "the caller only waits"
+
+
+def test_an_interrupt_in_the_middle_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that comes late must not be taken for that of the next question."""
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render([{"content": "one"}]) == "one"
+    with monkeypatch.context() as patch:
+
+        def interrupted(data: Any) -> Any:
+            raise KeyboardInterrupt
+
+        patch.setattr(chat_template.json, "loads", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            template.render([{"content": "two"}])
+    assert template.render([{"content": "three"}]) == "three"
