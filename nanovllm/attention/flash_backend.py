@@ -34,7 +34,7 @@ class FlashAttention(TritonAttention):
         return out[:, 0]
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, out: Tensor) -> None:
-        """The rows behind the decodes: q [T, N, H] -> out [T, N, H]. Its causal mask is aligned to the last key, as here.
+        """The rows behind the decodes: q [T, N, H] -> out [T, N, H]; the last query sees all keys.
 
         With one decode before rows of 3 and 2 queries, cu_seqlens_q is [0, 1, 4, 6]; the rows' own is [0, 3, 5].
         """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
-from nanovllm.attention.triton_kernels import decode_kernel, interpreted, merge_kernel, prefill_kernel, store_kernel
+from nanovllm.attention.triton_kernels import decode_kernel, interpreted, prefill_kernel, store_kernel
 from nanovllm.errors import ConfigError
 
 
@@ -30,6 +30,7 @@ class TritonAttention(AttentionBackend):
         super().__init__(num_heads, num_kv_heads, head_dim, scale, block_size)
         self.group = num_heads // num_kv_heads
         self.padded_dim = max(next_power_of_two(head_dim), 16)
+        self._counts: Tensor | None = None
 
     def tile(self, dtype: torch.dtype, tile_bytes: int) -> int:
         """Keys in one tile, so that a tile of keys takes `tile_bytes` of shared memory: 16 KiB of bf16 at H 128: 64."""
@@ -44,6 +45,14 @@ class TritonAttention(AttentionBackend):
         """
         cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         return min(next_power_of_two(max(PROGRAMS_PER_CORE * cores // (rows * self.num_kv_heads), 1)), 64)
+
+    def _arrivals(self, rows: int, device: torch.device) -> Tensor:
+        """A count for each row and kv head, 0 between calls. CUDA graphs keep its address, so it stays as it is."""
+        size = rows * self.num_kv_heads
+        if self._counts is None or len(self._counts) < size or self._counts.device != device:
+            assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "graphs come after the warm-up"
+            self._counts = torch.zeros(max(size, 4096), dtype=torch.int32, device=device)
+        return self._counts
 
     def store(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         check_layout(k, v, k_cache, v_cache)
@@ -73,15 +82,11 @@ class TritonAttention(AttentionBackend):
         part = q.new_empty((rows, N, splits, H), dtype=torch.float32) if splits > 1 else out
         lse = q.new_empty((rows, N, splits), dtype=torch.float32) if splits > 1 else out
         decode_kernel[(self.num_kv_heads, splits, rows)](
-            q, k_cache, v_cache, block_tables, context_lens, out, part, lse,
+            q, k_cache, v_cache, block_tables, context_lens, out, part, lse, self._arrivals(rows, q.device),
             q.stride(0), block_tables.stride(0), self.scale * math.log2(math.e),
             K=self.num_kv_heads, GROUP=self.group, H=H, BLOCK_SIZE=self.block_size, SPLITS=splits, TILE=tile,
             GROUP_PADDED=max(next_power_of_two(self.group), 16), H_PADDED=self.padded_dim, num_warps=4, num_stages=3,
         )  # fmt: skip
-        if splits > 1:
-            merge_kernel[(N, rows)](
-                part, lse, context_lens, out, N=N, H=H, SPLITS=splits, TILE=tile, H_PADDED=self.padded_dim
-            )  # fmt: skip
         return out
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, out: Tensor) -> None:

@@ -20,13 +20,13 @@ def gpu_alone(llm: LLM, repeats: int = 20) -> float | None:
     if runner.graphs is None or not runner.graphs.last_size or llm.ps:
         return None
     size = runner.graphs.last_size
-    graph, logits = runner.graphs.graphs[size]
+    replay, logits = runner.graphs.graphs[size]
     temperatures = runner.graphs.inputs.device["temperatures"][:size]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.inference_mode():
         begin.record()
         for _ in range(repeats):
-            graph.replay()
+            replay()
             runner.sampler(logits, temperatures, runner.generator, True)
         end.record()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""`nanovllm bench throughput`: many requests of mixed length, all handed over at once (the workload of nano-vllm's bench)."""
+"""`nanovllm bench throughput`: many requests of mixed length, handed over at once (the workload of nano-vllm's bench)."""
 
 from random import Random
 from time import perf_counter
@@ -8,13 +8,11 @@ from nanovllm.sampling_params import SamplingParams
 
 
 def workload(num_seqs: int, longest: int, vocab: int = 10000) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of 100 to `longest` random ids, then as many outputs of 100 to `longest`, drawn in that order from seed 0."""
+    """Prompts of 100 to `longest` random ids, then outputs of 100 to `longest`, drawn in that order from seed 0."""
     random = Random(0)
     prompts = [[random.randint(0, vocab) for _ in range(random.randint(100, longest))] for _ in range(num_seqs)]
-    params = [
-        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=random.randint(100, longest)) for _ in range(num_seqs)
-    ]
-    return prompts, params
+    lengths = [random.randint(100, longest) for _ in range(num_seqs)]
+    return prompts, [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
 
 
 def main(argv: list[str]) -> None:
@@ -23,7 +21,7 @@ def main(argv: list[str]) -> None:
     options.add_argument("--num-seqs", type=int, default=256)
     options.add_argument("--longest", type=int, default=1024, help="longest prompt and longest output")
     options.add_argument("--runs", type=int, default=1, help="runs after construction, each reported")
-    options.add_argument("--split", action="store_true", help="time the parts of each step too (costs some of the speed)")
+    options.add_argument("--split", action="store_true", help="time the parts of each step (costs some speed)")
     args = options.parse_args(argv)
     prompts, params = workload(args.num_seqs, args.longest)
     with engine(args, max_model_len=4096) as (llm, facts):

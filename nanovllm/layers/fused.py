@@ -170,9 +170,9 @@ def race_kernel(
 ):  # fmt: skip
     """One program per (row, 4 * LANES logits): the best score among them and its token id.
 
-    A Philox call (7 rounds, which pass all statistical tests: Salmon et al. 2011) gives four random numbers per lane, so
-    a lane looks at four logits, LANES apart. The counters (lane, tile, row, offset) never repeat within a seed while
-    `offset` counts the calls. The strict > keeps the lowest id among equal scores.
+    A Philox call (7 rounds, which pass all statistical tests: Salmon et al. 2011) gives four random numbers per lane,
+    so a lane looks at four logits, LANES apart. The counters (lane, tile, row, offset) never repeat within a seed
+    while `offset` counts the calls. The strict > keeps the lowest id among equal scores.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures_ptr + row)

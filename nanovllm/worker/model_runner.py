@@ -7,6 +7,7 @@ own and repeat what rank 0 does (`call`). A runner keeps nothing about sequences
 import gc
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -142,10 +143,11 @@ class ModelRunner:
         if config.enforce_eager or not (on_gpu or graphs.record is not DecodeGraphs.record):
             return None
         max_blocks = -(-config.max_model_len // config.kvcache_block_size)
-        rows = graphs.graph_sizes(config.max_num_seqs)[-1]
-        return graphs(
-            self._decode_logits, config.max_num_seqs, parts.resolve(StepInputs)(rows, max_blocks, self.device)
-        )
+        inputs = parts.resolve(StepInputs)(graphs.graph_sizes(config.max_num_seqs)[-1], max_blocks, self.device)
+        return graphs(self._decode_logits, config.max_num_seqs, inputs, self._on_layer)
+
+    def _on_layer(self, function: Callable[[int], None] | None) -> None:
+        self.model.model.after_layer = function
 
     def _decode_logits(self, batch: InputBatch) -> Tensor | None:
         """Logits of all rows of a decode step, one query each."""
