@@ -89,6 +89,7 @@ class MessageChannel:
         self.words = memoryview(memory).cast("B")[:head].cast("Q")
         self.bytes = memoryview(memory).cast("B")[head:]
         self.check: Callable[[], None] = lambda: None  # called while a reader keeps the writer waiting; may raise
+        self.spin = 0.0  # seconds for which `read` watches the memory, at the cost of a core, before it sleeps
 
     @classmethod
     def create(cls, num_readers: int, ctx: Any = None, capacity: int = CAPACITY) -> Self:
@@ -125,9 +126,13 @@ class MessageChannel:
         """Wait for the next message and return its method and its arguments (arrays are copies)."""
         payload, size = bytearray(), 1
         while len(payload) < size:
+            deadline = time.perf_counter() + self.spin
             while not self.has_piece():
-                self.events[0].wait()
-                self.events[0].clear()
+                if time.perf_counter() >= deadline:
+                    self.events[0].wait()
+                    self.events[0].clear()
+            if self.spin:
+                self.events[0].clear()  # nobody slept, and the bytes must not fill the pipe
             offset, size, piece = self.take()
             payload[offset:] = piece  # a first piece starts anew, also behind the first half of an interrupted message
         return decode(payload)

@@ -127,6 +127,21 @@ def test_a_slow_reader_loses_nothing_and_holds_the_writer_up() -> None:
     assert elapsed > 8 * 0.02  # one message may be on its way, no more
 
 
+def test_a_reader_that_watches_instead_of_sleeping_leaves_the_event_clear() -> None:
+    """A pipe holds 65,536 bytes; with one left in it by every message, `set` would block some day."""
+    channel = MessageChannel.create(1)
+    reader = MessageChannel.attach(channel.handle(0))
+    reader.spin = 10.0
+    for i in range(70_000):
+        channel.write("run", (i,))
+        assert reader.read() == ("run", (i,))
+    assert not channel.events[0].wait(0)
+    reader.spin = 0.01
+    threading.Timer(0.1, channel.write, ["late"]).start()
+    assert reader.read() == ("late", ())
+    channel.close()
+
+
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 1000])
 def test_messages_larger_than_the_memory_go_piece_by_piece(size: int) -> None:
     readers = Readers(2, capacity=64)
