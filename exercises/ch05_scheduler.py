@@ -10,7 +10,8 @@ All functions are methods of the engine's own `Scheduler`, and whatever they cal
     self.block_manager        the pool: .can_allocate(seq), .can_append(seq), .append(seq), .free(seq) (chapter 4)
     self.admit(seq)           gives a seat: blocks, and a place at the end of `running`; finds cached tokens on the way
     self.plan(seq, n)         lets seq compute n tokens in this step (sets seq.num_scheduled_tokens)
-    self.stop_reason(seq), self.finish(seq, reason)       chapter 2; `finish` gives the blocks back
+    self.stop_reason(seq)     why it ends after its newest token, or None (chapter 2)
+    self.finish(seq, why)     ends it and gives its blocks back; its seat is the caller's business
     seq.num_tokens            all tokens known: prompt and generated
     seq.num_computed_tokens   how many of them have their keys and values in the cache
     seq.is_prefilling         whether it has to catch up before it decodes (a prompt, or everything after a preemption)
@@ -59,7 +60,7 @@ def continue_prefills(self: Scheduler, budget: int) -> list[Sequence]:
     """Exercise 5.2, part two. Let those who have a seat and are still prefilling compute their next chunk.
 
     In the order of their seats, at most `budget` tokens in all; whoever gets nothing more is not in the list. With a
-    budget of 8, A at 4 of 10 tokens, B decoding, and C at 1 of 7: A: 6, C: 2. Nobody's seat changes. Use
+    budget of 8, A at 4 of 10 tokens, B decoding, and C at 1 of 5: A: 6, C: 2. Nobody's seat changes. Use
     `self.plan_chunk`.
     """
     # --- your code (5.2) ---
@@ -74,10 +75,10 @@ def postprocess(self: Scheduler, seqs: list[Sequence], token_ids: list[int | Non
     for each row that has caught up with all of its tokens, and None for a chunk that is not the last of its prompt.
 
     * Every row has that many more computed tokens. (Leave `num_scheduled_tokens` as it is: others read it.)
-    * A row that has caught up gets its token: `seq.append_token(token_id)`. Its key is not computed yet, the next step
-      does that.
-    * Then it may be at its end: `self.stop_reason(seq)` says why, or None. `self.finish(seq, reason)` ends it, and it
-      leaves `self.running`; the others keep their order.
+    * A row that has caught up gets its token (a sequence has the method `append_token`). Its key is not computed yet,
+      the next step does that.
+    * Then it may be at its end: `self.stop_reason(seq)` says why, or None. Then `self.finish` ends it for that reason,
+      and it leaves `self.running`; the others keep their order.
 
     A, at 4 of 10 tokens, computed 6, B, at 0 of 20, computed 2: token_ids is [7, None]. Afterwards A has 11 tokens, 10
     of them computed, and B has 20, 2 of them computed. Returns nothing.
@@ -90,8 +91,8 @@ def postprocess(self: Scheduler, seqs: list[Sequence], token_ids: list[int | Non
 def schedule_decodes(self: Scheduler) -> list[Sequence]:
     """Exercise 5.3, part one. One token for every running sequence that is not prefilling, in the order of the seats.
 
-    Each needs a slot for its last token: `self.block_manager.can_append(seq)` tells whether there is one or a free
-    block for it, `self.block_manager.append(seq)` provides it, and `self.plan(seq, 1)` plans the row.
+    Each needs a slot for its last token: the pool's `can_append(seq)` tells whether there is one or a free block for
+    it, its `append(seq)` provides the slot, and `self.plan` plans the row.
 
     Where there is none, somebody has to give blocks back: the one who got a seat last, `self.running[-1]`, whatever it
     is doing. `self.preempt(...)` takes its seat and its blocks. The sequence that needs the slot may be the last
@@ -109,7 +110,7 @@ def preempt(self: Scheduler, seq: Sequence) -> None:
     """Exercise 5.3, part two. Take the seat and the blocks of the sequence that was seated last.
 
     It keeps all of its tokens, the generated ones too, and will be computed again: its status becomes PREEMPTED, the
-    pool frees its blocks (`self.block_manager.free(seq)`; that also sets its progress back to 0), and it waits again.
+    pool frees its blocks (`free(seq)`, which also sets its progress back to 0), and it waits again.
     It was here before everybody who waits, so its place is in front of them; a second victim of the same step was
     seated before the first, and comes to stand in front of it.
     """

@@ -5,6 +5,7 @@ sentence is the rule that a wrong answer breaks. Nothing here knows pytest, so t
 processes (`run_grader`), and nothing imports torch.
 """
 
+import ast
 import copy
 import linecache
 import numbers
@@ -266,15 +267,21 @@ def describe_error(error: BaseException, workbook: Workbook) -> str:
     return f"{said}  in {function}, line {line}: {text}"
 
 
-def preload(exercise: Exercise) -> None:
-    """Import the modules of the shipped objects, which answers need as well, before any clock runs.
+def preload(workbook: Workbook, exercise: Exercise, target: str = "exercises") -> None:
+    """Import what an answer imports (the authored file tells), before any clock runs; on the engine, its parts too.
 
     The first import of torch takes seconds, and an import that is cut short stays broken for the whole process.
     """
-    for where in exercise.objects.values():
-        module, _, name = where.partition("::")
-        if name:
-            import_module(module)
+    modules: list[str] = []
+    for node in ast.parse((workbook.solutions / exercise.file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.append(node.module)
+    if target == "engine":
+        modules += [where.partition("::")[0] for where in exercise.objects.values() if "::" in where]
+    for module in modules:
+        import_module(module)
 
 
 def load_answer(

@@ -117,7 +117,7 @@ def answer(request: pytest.FixtureRequest) -> Answer:
     exercise = session.exercise_of(request.node.path)
     if exercise is None:
         raise pytest.UsageError("the fixture `answer` is for files tests/chNN/test_exN_M_name.py")
-    preload(exercise)
+    preload(session.workbook, exercise, session.target)
     with judged(request.node, session, exercise), time_limit(session.seconds(exercise)):
         loaded = load_answer(session.workbook, exercise, session.target, session.chain, session.seed)
         loaded.rule = rule_of(request.function)

@@ -88,7 +88,7 @@ def run_grader(
     stop_at_first: bool = False,
 ) -> ExerciseResult:  # fmt: skip
     """All tests of one exercise in this process. `load` makes a fresh `Answer` for each test."""
-    preload(exercise)
+    preload(workbook, exercise)
     result = ExerciseResult.empty(exercise)
     for name, function in tests.items():
         answer, error, start = None, None, time.perf_counter()

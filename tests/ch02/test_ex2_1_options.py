@@ -64,34 +64,6 @@ def test_example__eight_and_zero(answer: Answer) -> None:
     names(answer, answer.raises(ConfigError, lambda: check("max_num_seqs", 0, at_least=1)), ["max_num_seqs", "0", "1"])
 
 
-def test_oracle__any_integer(answer: Answer) -> None:
-    """An integer is allowed from `at_least` to MAX_INTEGER, and refused everywhere else."""
-    for _ in range(200):
-        answer.story.clear()
-        at_least = answer.rng.choice([None, 0, 1, 7])
-        value = answer.rng.choice([answer.rng.randint(-3, 12), answer.rng.randint(-(2**64), 2**64)])
-        if (at_least is None or at_least <= value) and abs(value) < 2**63:
-            answer.equal(answer.call("check_integer", "an_option", value, at_least), value)
-        else:
-            answer.note(f"check_integer('an_option', {value}, {at_least})")
-            refuse_integer(answer, value, at_least)
-
-
-def refuse_integer(answer: Answer, value: Any, at_least: int | None = None) -> BaseException:
-    return answer.raises(ConfigError, lambda: answer.check_integer("an_option", value, at_least))
-
-
-def test_oracle__any_block_size(answer: Answer) -> None:
-    """Multiples of 256 always work; powers of two below 256 where "torch" or "triton" was named; nothing else."""
-    small = {1, 2, 4, 8, 16, 32, 64, 128}
-    for backend in ("auto", "flash", "torch", "triton"):
-        for size in (*range(1, 70), 100, 127, 128, 129, 192, 255, 256, 257, 384, 512, 768, 1000, 1024, 2560):
-            if size in (256, 512, 768, 1024, 2560) or (size in small and backend in ("torch", "triton")):
-                works(answer, size, backend)
-            else:
-                refused(answer, ["kvcache_block_size", str(size)], kvcache_block_size=size, attention_backend=backend)
-
-
 def test_boundary__bool_is_no_integer(answer: Answer) -> None:
     """True and False are slips of the pen, although Python counts them as 1 and 0."""
     for value in (True, False):
@@ -134,6 +106,34 @@ def test_boundary__the_way_out_is_named(answer: Answer) -> None:
     refused(answer, said, kvcache_block_size=16)
     refused(answer, said, kvcache_block_size=16, attention_backend="flash")
     works(answer, 16, "torch")
+
+
+def test_oracle__any_integer(answer: Answer) -> None:
+    """An integer is allowed from `at_least` to MAX_INTEGER, and refused everywhere else."""
+    for _ in range(200):
+        answer.story.clear()
+        at_least = answer.rng.choice([None, 0, 1, 7])
+        value = answer.rng.choice([answer.rng.randint(-3, 12), answer.rng.randint(-(2**64), 2**64)])
+        if (at_least is None or at_least <= value) and abs(value) < 2**63:
+            answer.equal(answer.call("check_integer", "an_option", value, at_least), value)
+        else:
+            answer.note(f"check_integer('an_option', {value}, {at_least})")
+            refuse_integer(answer, value, at_least)
+
+
+def refuse_integer(answer: Answer, value: Any, at_least: int | None = None) -> BaseException:
+    return answer.raises(ConfigError, lambda: answer.check_integer("an_option", value, at_least))
+
+
+def test_oracle__any_block_size(answer: Answer) -> None:
+    """Multiples of 256 always work; powers of two below 256 where "torch" or "triton" was named; nothing else."""
+    small = {1, 2, 4, 8, 16, 32, 64, 128}
+    for backend in ("auto", "flash", "torch", "triton"):
+        for size in (*range(1, 70), 100, 127, 128, 129, 192, 255, 256, 257, 384, 512, 768, 1000, 1024, 2560):
+            if size in (256, 512, 768, 1024, 2560) or (size in small and backend in ("torch", "triton")):
+                works(answer, size, backend)
+            else:
+                refused(answer, ["kvcache_block_size", str(size)], kvcache_block_size=size, attention_backend=backend)
 
 
 def test_invariant__the_whole_config(answer: Answer) -> None:

@@ -33,36 +33,6 @@ def test_example__one_for_two_prompts(answer: Answer) -> None:
     answer.equal(lengths(got), [5, 5])
 
 
-def test_oracle__one_or_one_each(answer: Answer) -> None:
-    """One counts for all; of a list or tuple, the i-th counts for prompt i."""
-    for _ in range(60):
-        answer.story.clear()
-        number = answer.rng.randint(1, 6)
-        if answer.rng.random() < 0.4:
-            one = SamplingParams(temperature=answer.rng.uniform(0.1, 2), max_tokens=answer.rng.randint(1, 99))
-            answer.equal(answer.call("broadcast", one, number), [one for _ in range(number)])
-        else:
-            each = params(*answer.rng.sample(range(1, 100), number))
-            given: Any = answer.rng.choice([list, tuple])(each)
-            answer.equal(answer.call("broadcast", given, number), each)
-
-
-def test_oracle__other_lengths(answer: Answer) -> None:
-    """A list of another length is refused, and the message names both numbers."""
-    for given, number in ((2, 3), (3, 2), (1, 4), (0, 2), (5, 1), (4, 0), (12, 11)):
-        answer.story.clear()
-        answer.note(f"broadcast([{given} SamplingParams], {number})")
-        every = params(*range(1, given + 1))
-        for kind in (list, tuple):
-            error = refuse(answer, kind(every), number)
-            missing = [str(count) for count in (given, number) if str(count) not in str(error)]
-            answer.require(not missing, f"the message {str(error)!r}", f"a message that names {given} and {number}")
-
-
-def refuse(answer: Answer, given: Any, number: int) -> BaseException:
-    return answer.raises(RequestError, lambda: answer.broadcast(given, number))
-
-
 def test_boundary__none_is_the_default(answer: Answer) -> None:
     """Without sampling_params, SamplingParams() counts for every prompt."""
     answer.equal(answer.call("broadcast", None, 3), [SamplingParams()] * 3)
@@ -91,3 +61,33 @@ def test_boundary__anything_else(answer: Answer) -> None:
     answer.story.clear()
     answer.note("broadcast({}, 0)")
     refuse(answer, {}, 0)
+
+
+def test_oracle__one_or_one_each(answer: Answer) -> None:
+    """One counts for all; of a list or tuple, the i-th counts for prompt i."""
+    for _ in range(60):
+        answer.story.clear()
+        number = answer.rng.randint(1, 6)
+        if answer.rng.random() < 0.4:
+            one = SamplingParams(temperature=answer.rng.uniform(0.1, 2), max_tokens=answer.rng.randint(1, 99))
+            answer.equal(answer.call("broadcast", one, number), [one for _ in range(number)])
+        else:
+            each = params(*answer.rng.sample(range(1, 100), number))
+            given: Any = answer.rng.choice([list, tuple])(each)
+            answer.equal(answer.call("broadcast", given, number), each)
+
+
+def test_oracle__other_lengths(answer: Answer) -> None:
+    """A list of another length is refused, and the message names both numbers."""
+    for given, number in ((2, 3), (3, 2), (1, 4), (0, 2), (5, 1), (4, 0), (12, 11)):
+        answer.story.clear()
+        answer.note(f"broadcast([{given} SamplingParams], {number})")
+        every = params(*range(1, given + 1))
+        for kind in (list, tuple):
+            error = refuse(answer, kind(every), number)
+            missing = [str(count) for count in (given, number) if str(count) not in str(error)]
+            answer.require(not missing, f"the message {str(error)!r}", f"a message that names {given} and {number}")
+
+
+def refuse(answer: Answer, given: Any, number: int) -> BaseException:
+    return answer.raises(RequestError, lambda: answer.broadcast(given, number))

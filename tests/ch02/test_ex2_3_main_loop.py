@@ -66,27 +66,6 @@ def test_example__the_second_finishes_first(answer: Answer) -> None:
     answer.equal(engine.reports, [("Prefill", 12, 3.0), ("Decode", 2, 1.0), ("Decode", 1, 0.25)], rule)
 
 
-def test_oracle__random_engines(answer: Answer) -> None:
-    """Whatever finishes when: our results in our order, and a report after each step that did something."""
-    rng = answer.rng
-    for _ in range(120):
-        others = rng.sample(range(100), rng.randint(0, 3))
-        ours = rng.sample(range(100, 200), rng.randint(0, 5))
-        texts = {seq_id: [rng.randint(0, 50) for _ in range(rng.randint(1, 4))] for seq_id in (*others, *ours)}
-        left = rng.sample(list(texts), len(texts))
-        steps: list[Step] = []
-        while left:
-            ended = [left.pop() for _ in range(min(len(left), rng.choice([0, 0, 1, 1, 2])))]
-            count = rng.choice([rng.randint(1, 90), -rng.randint(1, 9), -rng.randint(1, 9), 0 if not ended else 3])
-            steps.append(([(seq_id, texts[seq_id]) for seq_id in ended], count))
-        seconds = [rng.randint(1, 40) / 8 for _ in steps]
-        got, engine = run(answer, ours, steps, seconds, start=rng.randint(0, 99))
-        answer.equal(got, [texts[seq_id] for seq_id in ours])
-        expected = [("Prefill" if count > 0 else "Decode", abs(count), took)
-                    for (_, count), took in zip(steps, seconds, strict=True) if count]  # fmt: skip
-        answer.equal(engine.reports, expected, "One report for each step that did something, about this step alone.")
-
-
 def test_boundary__a_request_that_ends_in_its_prefill(answer: Answer) -> None:
     """A request may end in any step: with max_tokens=1 it ends in the prefill."""
     got, engine = run(answer, [0, 1], [([(0, [4])], 9), ([(1, [6])], 7)])
@@ -131,3 +110,24 @@ def test_boundary__seconds_of_one_step(answer: Answer) -> None:
     steps: list[Step] = [([], 10), ([], -1), ([], -1), ([(0, [1, 2, 3])], -1)]
     _, engine = run(answer, [0], steps, [8.0, 0.25, 0.5, 2.0], start=1000.0)
     answer.equal([report[2] for report in engine.reports], [8.0, 0.25, 0.5, 2.0], tolerance=1e-9)
+
+
+def test_oracle__random_engines(answer: Answer) -> None:
+    """Whatever finishes when: our results in our order, and a report after each step that did something."""
+    rng = answer.rng
+    for _ in range(120):
+        others = rng.sample(range(100), rng.randint(0, 3))
+        ours = rng.sample(range(100, 200), rng.randint(0, 5))
+        texts = {seq_id: [rng.randint(0, 50) for _ in range(rng.randint(1, 4))] for seq_id in (*others, *ours)}
+        left = rng.sample(list(texts), len(texts))
+        steps: list[Step] = []
+        while left:
+            ended = [left.pop() for _ in range(min(len(left), rng.choice([0, 0, 1, 1, 2])))]
+            count = rng.choice([rng.randint(1, 90), -rng.randint(1, 9), -rng.randint(1, 9), 0 if not ended else 3])
+            steps.append(([(seq_id, texts[seq_id]) for seq_id in ended], count))
+        seconds = [rng.randint(1, 40) / 8 for _ in steps]
+        got, engine = run(answer, ours, steps, seconds, start=rng.randint(0, 99))
+        answer.equal(got, [texts[seq_id] for seq_id in ours])
+        expected = [("Prefill" if count > 0 else "Decode", abs(count), took)
+                    for (_, count), took in zip(steps, seconds, strict=True) if count]  # fmt: skip
+        answer.equal(engine.reports, expected, "One report for each step that did something, about this step alone.")

@@ -43,29 +43,6 @@ def test_example__three_tokens_at_most(answer: Answer) -> None:
         answer.equal(reason(answer, generated, max_tokens=3, eos=2), expected)
 
 
-def test_oracle__token_by_token(answer: Answer) -> None:
-    """The first token that is an end token, or fills one of the three limits, ends the sequence."""
-    rng = answer.rng
-    for _ in range(150):
-        ends = rng.sample(range(12), rng.randint(0, 3))
-        prompt, max_tokens = rng.randint(1, 12), rng.randint(1, 12)
-        limit, blocks = rng.randint(prompt + 1, 24), rng.randint(-(-prompt // 4), 6)
-        ignore_eos = rng.random() < 0.3
-        options = {"eos": ends[0] if ends else -1, "stop_token_ids": tuple(ends[1:]), "max_model_len": limit}
-        generated: list[int] = []
-        while True:
-            generated.append(rng.randint(0, 11))
-            total, expected = prompt + len(generated), None
-            if len(generated) == max_tokens or total == limit or total == 4 * blocks + 1:
-                expected = LENGTH
-            if generated[-1] in ends and not ignore_eos:
-                expected = STOP
-            got = reason(answer, generated, prompt, max_tokens, ignore_eos, num_kvcache_blocks=blocks, **options)
-            answer.equal(got, expected)
-            if expected:
-                break
-
-
 def test_boundary__ignored_end_token(answer: Answer) -> None:
     """With ignore_eos an end token is a token like any other; the limits still hold."""
     answer.equal(reason(answer, [5, 0], ignore_eos=True), None)
@@ -106,3 +83,26 @@ def test_boundary__one_more_than_the_pool_holds(answer: Answer) -> None:
     answer.equal(reason(answer, [5, 5], prompt=6, num_kvcache_blocks=2), None)
     answer.equal(reason(answer, [5, 5, 5], prompt=6, num_kvcache_blocks=2), LENGTH)
     answer.equal(reason(answer, [5], prompt=8, num_kvcache_blocks=2), LENGTH)
+
+
+def test_oracle__token_by_token(answer: Answer) -> None:
+    """The first token that is an end token, or fills one of the three limits, ends the sequence."""
+    rng = answer.rng
+    for _ in range(150):
+        ends = rng.sample(range(12), rng.randint(0, 3))
+        prompt, max_tokens = rng.randint(1, 12), rng.randint(1, 12)
+        limit, blocks = rng.randint(prompt + 1, 24), rng.randint(-(-prompt // 4), 6)
+        ignore_eos = rng.random() < 0.3
+        options = {"eos": ends[0] if ends else -1, "stop_token_ids": tuple(ends[1:]), "max_model_len": limit}
+        generated: list[int] = []
+        while True:
+            generated.append(rng.randint(0, 11))
+            total, expected = prompt + len(generated), None
+            if len(generated) == max_tokens or total == limit or total == 4 * blocks + 1:
+                expected = LENGTH
+            if generated[-1] in ends and not ignore_eos:
+                expected = STOP
+            got = reason(answer, generated, prompt, max_tokens, ignore_eos, num_kvcache_blocks=blocks, **options)
+            answer.equal(got, expected)
+            if expected:
+                break

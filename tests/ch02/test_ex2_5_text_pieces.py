@@ -66,31 +66,6 @@ def test_example__cafe(answer: Answer) -> None:
     answer.equal(streamed(answer, Bytes(), list("café".encode())), ["c", "a", "f", "", "é", ""])
 
 
-def test_oracle__any_text_in_any_steps(answer: Answer) -> None:
-    """The pieces join to the text of all tokens, and each call hands out every character that is whole by then."""
-    rng = answer.rng
-    for _ in range(120):
-        text = "".join(rng.choice("ab é€ü漢😀\n") for _ in range(rng.randint(1, 12)))
-        tokens = list(text.encode())
-        for _ in range(rng.randint(0, 2)):
-            tokens.insert(0 if rng.random() < 0.5 else len(tokens), SPECIAL)
-        tokenizer = Bytes()
-        pieces = start(answer, tokenizer)
-        end, handed_out = 0, ""
-        while end < len(tokens):
-            end = min(len(tokens), end + rng.choice([1, 1, 1, 2, 5]))
-            handed_out += push(answer, pieces, tokens[:end])
-            answer.equal(handed_out, whole_characters(tokens[:end], handed_out), "What is whole, and nothing else.")
-        handed_out += push(answer, pieces, tokens, True)
-        answer.equal(handed_out, text)
-
-
-def whole_characters(tokens: list[int], handed_out: str) -> str:
-    """The text if its last character is whole; otherwise nothing new."""
-    text = Bytes().decode(tokens)
-    return handed_out if text.endswith(BROKEN) else text
-
-
 def test_boundary__four_bytes(answer: Answer) -> None:
     """A character may need four tokens: three times nothing, then all of it."""
     answer.equal(streamed(answer, Bytes(), list("a😀b".encode())), ["a", "", "", "", "😀", "b", ""])
@@ -128,6 +103,31 @@ def test_boundary__tokens_without_text(answer: Answer) -> None:
 def test_boundary__bytes_that_are_no_character(answer: Answer) -> None:
     """A stray byte holds the stream up only until the next character shows that it will never be whole."""
     answer.equal(streamed(answer, Bytes(), [97, 0xFF, 98, 99]), ["a", "", BROKEN + "b", "c", ""])
+
+
+def test_oracle__any_text_in_any_steps(answer: Answer) -> None:
+    """The pieces join to the text of all tokens, and each call hands out every character that is whole by then."""
+    rng = answer.rng
+    for _ in range(120):
+        text = "".join(rng.choice("ab é€ü漢😀\n") for _ in range(rng.randint(1, 12)))
+        tokens = list(text.encode())
+        for _ in range(rng.randint(0, 2)):
+            tokens.insert(0 if rng.random() < 0.5 else len(tokens), SPECIAL)
+        tokenizer = Bytes()
+        pieces = start(answer, tokenizer)
+        end, handed_out = 0, ""
+        while end < len(tokens):
+            end = min(len(tokens), end + rng.choice([1, 1, 1, 2, 5]))
+            handed_out += push(answer, pieces, tokens[:end])
+            answer.equal(handed_out, whole_characters(tokens[:end], handed_out), "What is whole, and nothing else.")
+        handed_out += push(answer, pieces, tokens, True)
+        answer.equal(handed_out, text)
+
+
+def whole_characters(tokens: list[int], handed_out: str) -> str:
+    """The text if its last character is whole; otherwise nothing new."""
+    text = Bytes().decode(tokens)
+    return handed_out if text.endswith(BROKEN) else text
 
 
 def test_invariant__cost_grows_with_the_text(answer: Answer) -> None:

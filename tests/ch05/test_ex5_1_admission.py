@@ -51,28 +51,6 @@ def test_example__six_four_and_one_waits(answer: Answer) -> None:
     answer.equal(queues(scheduler), (["A", "B"], ["C"]))
 
 
-def test_oracle__random_requests(answer: Answer) -> None:
-    """The same rows, queues and blocks as a scheduler that keeps plain lists."""
-    for _ in range(50):
-        random_trial(answer)
-
-
-def test_oracle__any_budget(answer: Answer) -> None:
-    """The budget is used up to its last token, in the order of arrival, and not beyond."""
-    rng = answer.rng
-    for _ in range(60):
-        scheduler = start(answer, max_num_seqs=rng.randint(1, 6))
-        sizes = {name: rng.randint(1, 12) for name in "ABCDEF"[: rng.randint(1, 6)]}
-        enqueue(answer, scheduler, **sizes)
-        left, seats, expected = rng.randint(0, 40), scheduler.max_num_seqs, []
-        budget = left
-        for name, size in sizes.items():
-            if left > 0 and len(expected) < seats:
-                expected.append((name, min(left, size)))
-                left -= min(left, size)
-        answer.equal(admit(answer, scheduler, budget), expected)
-
-
 def test_boundary__cached_tokens_cost_nothing(answer: Answer) -> None:
     """Tokens that were found in the cache are not computed, so they do not count against the budget."""
     scheduler = start(answer, max_num_batched_tokens=20)
@@ -154,6 +132,28 @@ def test_boundary__whose_turn_it_is(answer: Answer) -> None:
     enqueue(answer, scheduler, A=9, B=3, C=6, D=4)
     answer.equal(admit(answer, scheduler, 12), [("B", 3), ("D", 4), ("C", 5)])
     answer.equal(queues(scheduler), (["B", "D", "C"], ["A"]))
+
+
+def test_oracle__random_requests(answer: Answer) -> None:
+    """The same rows, queues and blocks as a scheduler that keeps plain lists."""
+    for _ in range(50):
+        random_trial(answer)
+
+
+def test_oracle__any_budget(answer: Answer) -> None:
+    """The budget is used up to its last token, in the order of arrival, and not beyond."""
+    rng = answer.rng
+    for _ in range(60):
+        scheduler = start(answer, max_num_seqs=rng.randint(1, 6))
+        sizes = {name: rng.randint(1, 12) for name in "ABCDEF"[: rng.randint(1, 6)]}
+        enqueue(answer, scheduler, **sizes)
+        left, seats, expected = rng.randint(0, 40), scheduler.max_num_seqs, []
+        budget = left
+        for name, size in sizes.items():
+            if left > 0 and len(expected) < seats:
+                expected.append((name, min(left, size)))
+                left -= min(left, size)
+        answer.equal(admit(answer, scheduler, budget), expected)
 
 
 def test_invariant__two_calls_in_a_row(answer: Answer) -> None:

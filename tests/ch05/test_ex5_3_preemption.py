@@ -66,23 +66,6 @@ def test_example__the_last_one_gives_way(answer: Answer) -> None:
     answer.equal(queues(scheduler), (["A", "B"], ["C"]))
 
 
-def test_oracle__random_requests(answer: Answer) -> None:
-    """The same rows, victims, queues and blocks as a scheduler that keeps plain lists."""
-    for _ in range(60):
-        random_trial(answer)
-
-
-def test_oracle__very_tight_pools(answer: Answer) -> None:
-    """Every request ends, whoever loses a seat how often."""
-    for blocks in (4, 5, 6, 7):
-        for policy in ("prefill_first", "mixed"):
-            trial = Trial(answer, Options(num_kvcache_blocks=blocks, kvcache_block_size=3, scheduling_policy=policy))
-            for name, size in (("A", 5), ("B", 7), ("C", 2), ("D", 9)):
-                trial.add(name, [ord(name) * 50 + i for i in range(size)], max_tokens=4)
-            trial.run()
-            answer.require(blocks > 4 or trial.scheduler.num_preemptions > 0, "no preemption", "some preemptions")
-
-
 def test_boundary__no_block_is_needed(answer: Answer) -> None:
     """Where every last token has a slot, an empty free queue is no reason to preempt anybody."""
     scheduler = start(answer, num_kvcache_blocks=3)
@@ -181,6 +164,23 @@ def test_boundary__back_again(answer: Answer) -> None:
     trial.add("B", [12, 13, 14, 15, 16, 17, 18, 19], max_tokens=6)
     trial.run()
     answer.require(trial.scheduler.num_preemptions > 0, "no preemption", "at least one")
+
+
+def test_oracle__random_requests(answer: Answer) -> None:
+    """The same rows, victims, queues and blocks as a scheduler that keeps plain lists."""
+    for _ in range(60):
+        random_trial(answer)
+
+
+def test_oracle__very_tight_pools(answer: Answer) -> None:
+    """Every request ends, whoever loses a seat how often."""
+    for blocks in (4, 5, 6, 7):
+        for policy in ("prefill_first", "mixed"):
+            trial = Trial(answer, Options(num_kvcache_blocks=blocks, kvcache_block_size=3, scheduling_policy=policy))
+            for name, size in (("A", 5), ("B", 7), ("C", 2), ("D", 9)):
+                trial.add(name, [ord(name) * 50 + i for i in range(size)], max_tokens=4)
+            trial.run()
+            answer.require(blocks > 4 or trial.scheduler.num_preemptions > 0, "no preemption", "some preemptions")
 
 
 def test_invariant__a_planned_row_is_safe(answer: Answer) -> None:

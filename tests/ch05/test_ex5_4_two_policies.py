@@ -63,25 +63,6 @@ def test_example__everybody_decodes_and_a_prompt_fills_the_rest(answer: Answer) 
     answer.equal(plan(answer, scheduler, "schedule_mixed"), [("A", 1), ("B", 1), ("C", 8)])
 
 
-def test_oracle__random_requests(answer: Answer) -> None:
-    """Under both policies, the same rows and queues as a scheduler that keeps plain lists."""
-    for policy in ("prefill_first", "mixed"):
-        for _ in range(35):
-            random_trial(answer, policy)
-
-
-def test_oracle__a_long_prompt_among_others(answer: Answer) -> None:
-    """From the first step to the last, under both policies and any chunk, with arrivals on the way."""
-    for policy in ("prefill_first", "mixed"):
-        for chunk in (None, 1, 5, 9, 30):
-            options = Options(max_num_batched_tokens=11, prefill_chunk=chunk, scheduling_policy=policy)
-            trial = Trial(answer, options)
-            for name, size in (("A", 3), ("B", 26), ("C", 5), ("D", 14)):
-                trial.add(name, [ord(name) * 50 + i for i in range(size)], max_tokens=5)
-                trial.step()
-            trial.run()
-
-
 def test_boundary__what_is_left_for_newcomers(answer: Answer) -> None:
     """Newcomers get the budget without what those under way have used, and perhaps nothing."""
     for budget, chunk, used, left in ((10, 30, 4, 6), (10, 7, 4, 3), (9, 9, 9, 0), (12, 20, 0, 12)):
@@ -161,11 +142,15 @@ def test_boundary__chunk_in_a_mixed_step(answer: Answer) -> None:
 
 def test_boundary__newcomers_wait_after_a_preemption(answer: Answer) -> None:
     """Where somebody has just lost a seat, nobody gets one in the same step: not even who has lost it."""
-    scheduler = start(answer, scheduling_policy="mixed", num_kvcache_blocks=3, max_num_batched_tokens=20)
-    decoding(answer, scheduler, A=4, B=8)
-    enqueue(answer, scheduler, C=2)
-    answer.equal(plan(answer, scheduler, "schedule_mixed"), [("A", 1)])
-    answer.equal((named(scheduler.running), named(list(scheduler.waiting))), (["A"], ["B", "C"]))
+    replaced = {"Scheduler.next_waiting": lambda self: min(self.waiting, key=lambda seq: seq.num_tokens)}
+    for with_policy in (None, replaced):
+        options = {"num_kvcache_blocks": 3, "max_num_batched_tokens": 20}
+        scheduler = start(answer, with_policy, scheduling_policy="mixed", **options)
+        answer.note("(with a next_waiting that names the shortest, who would find room)" if with_policy else "")
+        decoding(answer, scheduler, A=4, B=8)
+        enqueue(answer, scheduler, C=2)
+        answer.equal(plan(answer, scheduler, "schedule_mixed"), [("A", 1)])
+        answer.equal((named(scheduler.running), named(list(scheduler.waiting))), (["A"], ["B", "C"]))
 
 
 def test_boundary__an_earlier_preemption_does_not_count(answer: Answer) -> None:
@@ -185,6 +170,25 @@ def test_boundary__prompts_under_way_go_on_after_a_preemption(answer: Answer) ->
     seated(answer, scheduler, "C", 3, 3)
     enqueue(answer, scheduler, D=1)
     answer.equal(plan(answer, scheduler, "schedule_mixed"), [("A", 1), ("B", 4)], "A needs a block; C loses its seat.")
+
+
+def test_oracle__random_requests(answer: Answer) -> None:
+    """Under both policies, the same rows and queues as a scheduler that keeps plain lists."""
+    for policy in ("prefill_first", "mixed"):
+        for _ in range(35):
+            random_trial(answer, policy)
+
+
+def test_oracle__a_long_prompt_among_others(answer: Answer) -> None:
+    """From the first step to the last, under both policies and any chunk, with arrivals on the way."""
+    for policy in ("prefill_first", "mixed"):
+        for chunk in (None, 1, 5, 9, 30):
+            options = Options(max_num_batched_tokens=11, prefill_chunk=chunk, scheduling_policy=policy)
+            trial = Trial(answer, options)
+            for name, size in (("A", 3), ("B", 26), ("C", 5), ("D", 14)):
+                trial.add(name, [ord(name) * 50 + i for i in range(size)], max_tokens=5)
+                trial.step()
+            trial.run()
 
 
 def test_invariant__budget_and_progress(answer: Answer) -> None:

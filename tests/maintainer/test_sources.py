@@ -12,6 +12,7 @@ from nanovllm.workbook.grading import load_answer
 from nanovllm.workbook.outcomes import PASSED, TODO
 from nanovllm.workbook.runner import grader_tests, load_grader, run_grader
 from nanovllm.workbook.sources import definition, paste, put_definition, regions, stub_text
+from tests.maintainer.try_answers import flat, solution_lines
 
 WORKBOOK = Workbook.find()
 CHAPTERS = list(WORKBOOK.chapters)
@@ -102,16 +103,6 @@ def test_metadata_is_complete(exercise: Exercise) -> None:
         assert text is not None and f"Exercise {exercise.id}" in text, f"{name} does not name its exercise"
 
 
-def solution_lines(exercise: Exercise) -> set[str]:
-    """The telling lines of an answer: not the short and structural ones that any code has."""
-    lines = solution_of(exercise).splitlines()
-    found: set[str] = set()
-    for region in regions(solution_of(exercise)):
-        if region.exercise_id == exercise.id:
-            found |= {" ".join(line.split()) for line in lines[region.start : region.stop]}
-    return {line for line in found if len(line) >= 14 and not line.startswith("#")}
-
-
 @pytest.mark.parametrize("exercise", EXERCISES, ids=by_id)
 def test_nothing_leaks_a_line_of_the_answer(exercise: Exercise) -> None:
     grader = (WORKBOOK.root / exercise.test_file).read_text(encoding="utf-8")
@@ -123,10 +114,9 @@ def test_nothing_leaks_a_line_of_the_answer(exercise: Exercise) -> None:
         "failure texts": "\n".join(text for text in told if isinstance(text, str)),
     }
     for place, text in places.items():
-        flat = " ".join(text.split())
-        leaked = [line for line in solution_lines(exercise) if line in flat]
+        leaked = [line for line in solution_lines(WORKBOOK, exercise) if line in flat(text)]
         assert not leaked, f"{place} of {exercise.id}: {leaked}"
-        assert "solutions/" not in flat, f"{place} of {exercise.id} points at the solutions"
+        assert "solutions/" not in text, f"{place} of {exercise.id} points at the solutions"
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=number)

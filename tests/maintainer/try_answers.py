@@ -8,6 +8,7 @@
     change = [["old", "new"], ...]         # instead of code: text exchanged inside the answer's regions; each `old`
                                            # must occur there exactly once
     top = "SEEN = []"                      # optional: lines put in front of the first definition
+    loops = true                           # optional: it never ends, so it is stopped soon
 
 `code` starts at the margin; it is indented as the region is.
 """
@@ -32,6 +33,7 @@ class Trial:
     name: str
     is_right: bool
     text: str
+    loops: bool = False
 
     def __str__(self) -> str:
         return f"{self.exercise.id} {'right' if self.is_right else 'wrong'}: {self.name}"
@@ -50,8 +52,22 @@ def read_trials(workbook: Workbook, chapter: str) -> list[Trial]:
                 raise ValueError(f"{exercise_id}: {kind!r} is neither wrong nor right")
             for entry in entries:
                 text = with_answer(solution, exercise, entry)
-                trials.append(Trial(exercise, entry["name"], kind == "right", text))
+                trials.append(Trial(exercise, entry["name"], kind == "right", text, entry.get("loops", False)))
     return trials
+
+
+def flat(text: str) -> str:
+    """The text with every run of white space as one space."""
+    return " ".join(text.split())
+
+
+def solution_lines(workbook: Workbook, exercise: Exercise) -> set[str]:
+    """The telling lines of an authored answer: not the short and structural ones that any code has."""
+    text = (workbook.solutions / exercise.file).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    own = [region for region in regions(text) if region.exercise_id == exercise.id]
+    found = {flat(line) for region in own for line in lines[region.start : region.stop]}
+    return {line for line in found if len(line) >= 14 and not line.startswith("#")}
 
 
 def with_answer(solution: str, exercise: Exercise, entry: dict[str, Any]) -> str:
