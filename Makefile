@@ -15,7 +15,6 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 # The maintainers' tests. Those in tests/chNN grade the exercises; a bare `pytest` runs them.
 TESTS := $(filter-out tests/ch%,$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
-NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .PHONY: help setup model demo lab test test-slow notebooks clean
 
@@ -51,7 +50,7 @@ test-slow: model
 	$(BIN)/python -m pytest -m slow $(TESTS)
 
 notebooks: model
-	$(BIN)/python -m jupyter nbconvert --to notebook --execute --inplace $(NOTEBOOKS)
+	$(BIN)/python -m nanovllm.workbook.notebooks
 
 clean:
 	rm -rf $(VENV) *.egg-info build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
