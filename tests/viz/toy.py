@@ -171,6 +171,7 @@ def prompts_like_chats(count: int, seed: int = 0, longest: int = 60) -> list[lis
     rng = random.Random(seed)
     starts = [[rng.randrange(997) for _ in range(24)] for _ in range(2)]
     return [
-        (rng.choice(starts) if rng.random() < 0.7 else []) + [rng.randrange(997) for _ in range(rng.randint(3, longest))]
+        (rng.choice(starts) if rng.random() < 0.7 else [])
+        + [rng.randrange(997) for _ in range(rng.randint(3, longest))]
         for _ in range(count)
     ]
