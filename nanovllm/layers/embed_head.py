@@ -40,7 +40,7 @@ class VocabParallelEmbedding(nn.Module):
         local = input_ids - self.tp.rank * self.rows
         mine = (local >= 0) & (local < self.rows)
         embedded = F.embedding(torch.where(mine, local, 0), self.weight)
-        return self.tp.all_reduce(embedded * mine.unsqueeze(-1))
+        return self.tp.all_reduce(embedded.masked_fill(~mine.unsqueeze(-1), 0))
 
 
 class ParallelLMHead(ReplicatedLinear):
