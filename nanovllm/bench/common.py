@@ -120,13 +120,14 @@ def synchronize(device: str) -> None:
 def step_bytes(llm: LLM, contexts: list[int]) -> int:
     """Bytes that a decode step must read on each rank: every weight once (of an embedding only its rows), every cached
     key and value once."""
-    runner = llm.model_runner
-    weights = {id(p): p.numel() * p.element_size() for p in runner.model.parameters()}
-    embedding = runner.model.model.embed_tokens.weight
-    if runner.model.lm_head.weight is not embedding:
-        weights.pop(id(embedding))
-    layers, _, _, _, heads, dim = runner.kv_cache.shape
-    return sum(weights.values()) + sum(contexts) * 2 * layers * heads * dim * runner.kv_cache.element_size()
+    runner, config = llm.model_runner, llm.model_runner.model.config
+    layers, _, _, _, kv_heads, dim = runner.kv_cache.shape
+    heads = config.num_heads // runner.tp.size
+    attention = config.hidden_size * dim * (2 * heads + 2 * kv_heads)
+    mlp = 3 * config.hidden_size * config.intermediate_size // runner.tp.size
+    head = config.hidden_size * config.vocab_size // runner.tp.size
+    kv = sum(contexts) * 2 * layers * kv_heads * dim
+    return (layers * (attention + mlp) + head + kv) * int(runner.dtype.itemsize)
 
 
 @dataclass
@@ -187,9 +188,9 @@ class StepClock:
             self._parts["gpu"] = self._begin.elapsed_time(self._end) / 1e3
         return result
 
-    def step(self) -> Any:
+    def step(self, *args: Any) -> Any:
         started = perf_counter()
-        seqs, num_tokens = self._step()
+        seqs, num_tokens = self._step(*args)
         wall = perf_counter() - started
         parts = self._parts
         self.steps.append(

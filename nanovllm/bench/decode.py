@@ -33,6 +33,14 @@ def gpu_alone(llm: LLM, repeats: int = 20) -> float | None:
     return begin.elapsed_time(end) / 1e3 / repeats
 
 
+def time_steps(llm: LLM, count: int) -> float:
+    """Mean seconds of a step over `count` of them."""
+    started = perf_counter()
+    for _ in range(count):
+        llm.step()
+    return (perf_counter() - started) / count
+
+
 def main(argv: list[str]) -> None:
     """Fill the cache by prefill, then time decode steps around the wanted context."""
     options = parser(__doc__ or "")
@@ -44,19 +52,21 @@ def main(argv: list[str]) -> None:
     longest = args.context + args.steps + 8
     with engine(args, max_model_len=max(4096, longest), max_num_seqs=args.rows) as (llm, facts):
         vocab = min(llm.model_runner.vocab_size - 1, 10000)
-        length = args.context - args.steps // 2
+        quarter = max(args.steps // 4, 1)
+        length = args.context - quarter
         for _ in range(args.rows):
             prompt = [random.randint(0, vocab) for _ in range(length)]
             llm.add_request(prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=args.steps + 8))
         while llm.step()[1] > 0:
             pass  # prefill
-        clock = StepClock(llm)
-        started = perf_counter()
-        for _ in range(args.steps):
-            llm.step()
-        wall = (perf_counter() - started) / args.steps
-        moved = step_bytes(llm, [args.context] * args.rows)
+        # The first half of the steps undisturbed, around the wanted context, with the GPU's own time taken in between;
+        # the second half with a clock on every part.
+        wall = time_steps(llm, quarter) / 2
         alone = gpu_alone(llm)
+        wall += time_steps(llm, quarter) / 2
+        clock = StepClock(llm)
+        time_steps(llm, 2 * quarter)
+        moved = step_bytes(llm, [args.context] * args.rows)
         report(
             "decode", facts, rows=args.rows, context=args.context, step_ms=round(wall * 1e3, 3),
             median_ms=round(median(step.wall for step in clock.steps) * 1e3, 3),

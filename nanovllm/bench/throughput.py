@@ -1,4 +1,4 @@
-"""`nanovllm bench throughput`: many requests of mixed length, handed over at once (the workload of nano-vllm's bench)."""
+"""`nanovllm bench throughput`: many requests of mixed length, given at once (the workload of nano-vllm's bench)."""
 
 from random import Random
 from time import perf_counter

@@ -165,8 +165,8 @@ class Scheduler:
         while index < len(self.running):
             seq = self.running[index]
             index += 1
-            if seq.is_prefilling:
-                continue  # holds all of its blocks already
+            if seq.num_computed_tokens < seq.num_prefill_tokens:
+                continue  # a prompt under way holds all of its blocks already
             while not can_append(seq):
                 victim = self.running[-1]
                 self.preempt(victim)

@@ -140,14 +140,11 @@ class Decoder(nn.Module):
             DecoderLayer(config, family, tp, attention, rotary, resolve) for _ in range(config.num_layers)
         )
         self.norm = resolve(RMSNorm)(config.hidden_size, config.rms_norm_eps)
-        self.after_layer: Callable[[int], None] | None = None  # who records a step may cut it here
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        for index, (layer, (k_cache, v_cache)) in enumerate(zip(self.layers, kv_cache.unbind(0), strict=True)):
+        for layer, (k_cache, v_cache) in zip(self.layers, kv_cache.unbind(0), strict=True):
             x, residual = layer(x, residual, positions, k_cache, v_cache, metadata)
-            if self.after_layer is not None:
-                self.after_layer(index)
         x, _ = self.norm(x, residual)
         return cast(Tensor, x)
 

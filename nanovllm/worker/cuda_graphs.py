@@ -20,7 +20,6 @@ from nanovllm.attention.base import AttentionMetadata
 from nanovllm.worker.input_batch import BatchArrays, InputBatch
 
 MAX_GRAPH_SIZE = 512
-CUTS = (0, 3, 11)  # layers behind which a recording is cut
 ALIGNMENT = 256  # bytes; Triton compiles a kernel anew for pointers that are less aligned than those it knows
 
 
@@ -78,18 +77,10 @@ class DecodeGraphs:
     """Graphs of decode steps for the sizes of `graph_sizes`, sharing their inputs and their memory.
 
     forward: from an `InputBatch` of one query a row to logits [B, V] (None on ranks above 0). inputs: the buffers that
-    every graph reads, with as many rows as the largest size. on_layer: makes `forward` call a function behind each of
-    its layers, with the layer's number. Captures everything at construction.
+    every graph reads, with as many rows as the largest size. Captures everything at construction.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[InputBatch], Tensor | None],
-        max_num_seqs: int,
-        inputs: StepInputs,
-        on_layer: Callable[[Callable[[int], None] | None], None] = lambda _: None,
-    ) -> None:
-        self.on_layer = on_layer
+    def __init__(self, forward: Callable[[InputBatch], Tensor | None], max_num_seqs: int, inputs: StepInputs) -> None:
         self.sizes, self.inputs, device = self.graph_sizes(max_num_seqs), inputs, inputs.memory.device
         rows = self.sizes[-1]
         self.size_for = [next(size for size in self.sizes if size >= max(n, 1)) for n in range(rows + 1)]
@@ -113,37 +104,17 @@ class DecodeGraphs:
         return [size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest] + [largest]
 
     def record(self, forward: Callable[[InputBatch], Tensor | None], batch: InputBatch) -> Recording:
-        """Capture one step on a stream of its own: how to run it again, and the logits that are new each time.
-
-        A GPU starts on a graph when all of it has been handed over, which takes the host 0.2 ms for 300 kernels. So
-        the recording is cut behind layers 0, 3 and 11: the GPU works on one piece while the next one is handed over.
-        """
-        graphs: list[torch.cuda.CUDAGraph] = []
-
-        def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self.pool, capture_error_mode="thread_local")
-
-        def cut(layer: int) -> None:
-            if layer in CUTS:
-                graphs[-1].capture_end()
-                begin()
-
-        def replay() -> None:
-            for graph in graphs:
-                graph.replay()
-
+        """Capture one step on a stream of its own: how to run it again, and the logits that are new each time."""
         stream = torch.cuda.Stream(batch.input_ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             forward(batch)  # compiles kernels and makes workspaces, which a capture must not do
-            begin()
-            self.on_layer(cut)
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             logits = forward(batch)
-            self.on_layer(None)
-            graphs[-1].capture_end()
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        return replay, logits
+        return graph.replay, logits
 
     def batch(self, size: int) -> InputBatch:
         """The first `size` rows of the inputs."""

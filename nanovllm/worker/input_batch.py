@@ -39,13 +39,52 @@ class InputBatchBuilder:
     """Turns rows of sequences into `BatchArrays`."""
 
     def __init__(self) -> None:
-        self.tables = BlockTableRows()
+        self.built: tuple[list[Sequence], BatchArrays] | None = None
+        self.expected: Expectation | None = None
 
     def build(self, seqs: list[Sequence]) -> BatchArrays:
         """The arrays of a step of any kind: pure decodes take a shorter way to the same numbers."""
-        if all(seq.num_scheduled_tokens == 1 for seq in seqs):
-            return self.prepare_decode(seqs)
-        return self.prepare_prefill(seqs)
+        arrays = self.continue_decode(seqs)
+        if arrays is None and all(seq.num_scheduled_tokens == 1 for seq in seqs):
+            arrays = self.prepare_decode(seqs)
+        elif arrays is None:
+            arrays = self.prepare_prefill(seqs)
+        self.built, self.expected = (seqs, arrays), None
+        return arrays
+
+    def look_ahead(self) -> None:
+        """Prepare for the same rows to decode once more. Called while the device works, so that it costs nothing.
+
+        With block size 4, a row that has just written slot 30 (block 7, offset 2) will write slot 31; one that has
+        written slot 31 enters a block that is not known yet.
+        """
+        if self.built is None or type(self).prepare_decode is not InputBatchBuilder.prepare_decode:
+            return
+        seqs, last = self.built
+        if last.num_decodes == len(seqs) == len(last.logits_indices):
+            positions, block_size = last.positions + 1, seqs[0].block_size
+            entering = np.flatnonzero(positions % block_size == 0).tolist()
+            wider = max(last.max_context_len // block_size + 1 - last.block_tables.shape[1], 0)
+            block_tables = np.pad(last.block_tables, ((0, 0), (0, wider))) if entering else last.block_tables
+            arrays = last._replace(
+                positions=positions, slot_mapping=last.slot_mapping + 1, context_lens=last.context_lens + 1,
+                block_tables=block_tables, max_context_len=last.max_context_len + 1,
+            )  # fmt: skip
+            self.expected = Expectation(seqs, positions.tolist(), (positions + 1).tolist(), arrays, entering)
+
+    def continue_decode(self, seqs: list[Sequence]) -> BatchArrays | None:
+        """The expected step with its tokens filled in; None where anything is not as expected."""
+        if self.expected is None or seqs != self.expected.seqs:
+            return None
+        _, starts, ends, arrays, entering = self.expected
+        tokens = [seq.token_ids for seq in seqs]
+        if [seq.num_computed_tokens for seq in seqs] != starts or list(map(len, tokens)) != ends:
+            return None
+        for row in entering:
+            block = seqs[row].block_table[-1]
+            arrays.block_tables[row, len(seqs[row].block_table) - 1] = block
+            arrays.slot_mapping[row] = block * seqs[row].block_size
+        return arrays._replace(input_ids=np.array([known[-1] for known in tokens], np.int64))
 
     def prepare_prefill(self, seqs: list[Sequence]) -> BatchArrays:
         """Rows with any number of queries, packed one behind the other.
@@ -99,7 +138,7 @@ class InputBatchBuilder:
         starts = [seq.num_computed_tokens for seq in seqs]
         tokens = [seq.token_ids for seq in seqs]
         positions = np.array(starts, np.int64)
-        block_tables = self.tables.update([seq.block_table for seq in seqs])
+        block_tables = pad_tables(seqs)
         last_blocks = block_tables[np.arange(size), positions // block_size]
         context_lens = (positions + 1).astype(np.int32)
         sampled = np.flatnonzero(np.fromiter(map(len, tokens), np.int32, size) == context_lens)
@@ -118,30 +157,14 @@ class InputBatchBuilder:
         )
 
 
-class BlockTableRows:
-    """The block tables of the last decode step as an array, of which the next step changes few rows.
+class Expectation(NamedTuple):
+    """What the next step looks like if the same rows decode once more."""
 
-    A table is a tuple, which never changes: a row whose tuple is still the same object is right already. Of 256 rows
-    in blocks of 256 tokens one a step has a new block.
-    """
-
-    def __init__(self) -> None:
-        self.tables: list[tuple[int, ...]] = []
-        self.array = np.zeros((0, 0), np.int32)
-
-    def update(self, tables: list[tuple[int, ...]]) -> NDArray[np.int32]:
-        """The tables side by side, [B, max_blocks]; (7, 2) beside (5,) gives [[7, 2], [5, 0]]."""
-        rows, width = len(tables), max(map(len, tables))
-        if rows > self.array.shape[0] or width > self.array.shape[1]:
-            self.array = np.zeros((max(rows, self.array.shape[0]), max(width, 2 * self.array.shape[1])), np.int32)
-            self.tables = []
-        self.tables += [()] * (rows - len(self.tables))
-        for row, (new, old) in enumerate(zip(tables, self.tables, strict=False)):
-            if new is not old:
-                self.array[row, : len(new)] = new
-                self.array[row, len(new) :] = 0
-                self.tables[row] = new
-        return self.array[:rows, :width].copy()
+    seqs: list[Sequence]
+    starts: list[int]  # each row's num_computed_tokens then ...
+    ends: list[int]  # ... and its number of tokens
+    arrays: BatchArrays  # all but the tokens themselves, and the rows that enter a new block
+    entering: list[int]  # those rows
 
 
 def sampling_arrays(seqs: list[Sequence]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ own and repeat what rank 0 does (`call`). A runner keeps nothing about sequences
 import gc
 import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -144,10 +143,7 @@ class ModelRunner:
             return None
         max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         inputs = parts.resolve(StepInputs)(graphs.graph_sizes(config.max_num_seqs)[-1], max_blocks, self.device)
-        return graphs(self._decode_logits, config.max_num_seqs, inputs, self._on_layer)
-
-    def _on_layer(self, function: Callable[[int], None] | None) -> None:
-        self.model.model.after_layer = function
+        return graphs(self._decode_logits, config.max_num_seqs, inputs)
 
     def _decode_logits(self, batch: InputBatch) -> Tensor | None:
         """Logits of all rows of a decode step, one query each."""
@@ -197,7 +193,9 @@ class ModelRunner:
         self.link.settle()  # what fails from here on, in the sampler, fails on this rank alone
         if logits is None or not len(arrays.logits_indices):
             return []
-        return self.sample(logits, temperatures, arrays.needs_noise).tolist()  # the step's only wait for the device
+        token_ids = self.sample(logits, temperatures, arrays.needs_noise)
+        self.builder.look_ahead()
+        return token_ids.tolist()  # the step's only wait for the device
 
     def _logits(self, batch: InputBatch, kv_cache: Tensor) -> Tensor | None:
         hidden = self.model(batch.input_ids, batch.positions, kv_cache, batch.attn_metadata)  # [T, D]

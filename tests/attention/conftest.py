@@ -1,4 +1,4 @@
-"""Without a GPU the Triton kernels of this folder run in Triton's interpreter, which must be chosen before the import."""
+"""Without a GPU the Triton kernels of this folder run in Triton's interpreter, to be chosen before the import."""
 
 import os
 import sys

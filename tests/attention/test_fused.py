@@ -98,7 +98,8 @@ def test_cold_rows_are_the_argmax_and_ties_go_to_the_lowest_id(size: int, dtype:
 def test_rows_of_different_temperatures_do_not_mix() -> None:
     logits = normal(2, 600)
     temperatures = torch.tensor([1e-6, 50.0], device=DEVICE)
-    draws = [fused.sample(logits, temperatures, torch.Generator(DEVICE).manual_seed(s), True).tolist() for s in range(8)]
+    generators = [torch.Generator(DEVICE).manual_seed(seed) for seed in range(8)]
+    draws = [fused.sample(logits, temperatures, generator, True).tolist() for generator in generators]
     assert {cold for cold, _ in draws} == {int(logits[0].argmax())}
     assert len({warm for _, warm in draws}) > 4
 

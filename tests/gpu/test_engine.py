@@ -38,7 +38,8 @@ def folders(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     """Qwen3, and Qwen2 and Llama with heads of 32, the smallest that the kernels take."""
     sizes = {"qwen2": {"hidden_size": 128}, "llama": {"hidden_size": 128, "head_dim": 32}}
     made = tmp_path_factory.mktemp("gpu")
-    return {"qwen3": tiny_model_dir} | {name: make_tiny_model(made / name, name, **more) for name, more in sizes.items()}
+    others = {name: make_tiny_model(made / name, name, **more) for name, more in sizes.items()}
+    return {"qwen3": tiny_model_dir, **others}
 
 
 @pytest.fixture(scope="module")

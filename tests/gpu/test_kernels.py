@@ -55,3 +55,12 @@ def test_triton_takes_other_sizes(head_dim: int, block_size: int, dtype: torch.d
     for mode in ("decode", "mixed"):
         step = make_step(6, 2, head_dim, block_size, MODES[mode], dtype, "cuda")
         assert step.error(run(backend_class("triton"), step)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("mode", ["decode", "decode with padding"])
+def test_flash_attn_decodes_too(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own decode call, which the backend leaves aside because the Triton kernel is faster."""
+    flash = backend_class("flash")
+    monkeypatch.setattr(flash, "decode", flash.decode_by_kvcache)
+    step = make_step(4, 2, 128, 256, MODES[mode], torch.bfloat16, "cuda")
+    assert step.error(run(flash, step)) < TOLERANCE[torch.bfloat16]
