@@ -203,8 +203,8 @@ SMALL = {"attention_backend": "torch", "kvcache_block_size": 4, "num_kvcache_blo
 PROMPTS = [list(range(5, 30)), [*range(5, 27), 3, 4], [9, 8, 7]]
 
 
-def generate(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
+def generate(llm: LLM, temperature: float = 1.0) -> list[list[int]]:
+    params = SamplingParams(temperature, max_tokens=20, ignore_eos=True)
     return [result["token_ids"] for result in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
@@ -232,24 +232,30 @@ def test_error_in_learner_code_reads_as_such_and_engine_goes_on(workbook: Workbo
 
 def test_engine_from_all_answers_generates_the_same(workbook: Workbook, tiny_model_dir: Path) -> None:
     solve()
-    with LLM(str(tiny_model_dir), **SMALL) as llm:
-        expected = generate(llm)
-    with use(*(chapter.number for chapter in workbook.chapters)) as shown, LLM(str(tiny_model_dir), **SMALL) as llm:
-        records = []
-        llm.add_step_hook(records.append)
-        assert generate(llm) == expected
-    assert "TODO" not in shown.text
-    assert {event.kind.value for record in records for event in record.block_events} >= {"allocate", "cache", "release"}
+    same = [exercise.id for exercise in workbook.exercises if exercise.in_engine]
+    # The others are parts that the engine does not have, a policy of one's own, say: the order of the rows may change,
+    # and with it who gets which noise.
+    everything = [chapter.number for chapter in workbook.chapters]
+    for wanted, temperature in ((same, 1.0), (everything, 1e-6)):
+        with LLM(str(tiny_model_dir), **SMALL) as llm:
+            expected = generate(llm, temperature)
+        with use(*wanted) as shown, LLM(str(tiny_model_dir), **SMALL) as llm:
+            records = []
+            llm.add_step_hook(records.append)
+            assert generate(llm, temperature) == expected
+        assert "TODO" not in shown.text
+        kinds = {event.kind.value for record in records for event in record.block_events}
+        assert kinds >= {"allocate", "cache", "release"}
 
 
 def test_engine_from_all_answers_writes_the_same_text(workbook: Workbook, default_model_dir: Path) -> None:
     solve()
-    options = {"dtype": "float32", "seed": 0, "kvcache_block_size": 16, "attention_backend": "torch"}
+    options = {"dtype": "float32", "seed": 0, "kvcache_block_size": 16, "attention_backend": "torch", "max_num_seqs": 3}
     prompts = ["The capital of France is", "The capital of France is Paris. The capital of Italy is", "1, 2, 3,"]
     texts = []
     for wanted in ((), tuple(chapter.number for chapter in workbook.chapters)):
         with use(*wanted), LLM(str(default_model_dir), **options) as llm:
-            params = SamplingParams(temperature=0.7, max_tokens=12)
+            params = SamplingParams(temperature=1e-6, max_tokens=12)
             texts.append([result["text"] for result in llm.generate(prompts, params, use_tqdm=False)])
     assert texts[0] == texts[1]
 
