@@ -8,14 +8,34 @@ from itertools import islice
 from typing import Any
 
 
+CELL = "text-align:left;vertical-align:top;padding:2px 10px 2px 0"  # no colours: the page's own, light or dark
+MAX_ENTRIES = 12
+
+
 def table(title: str, rows: list[tuple[str, Any]], limit: int = 200) -> str:
     """A two-column HTML table in the colours of the page around it (light or dark)."""
     cells = "".join(
-        f'<tr><td style="text-align:left;font-weight:600">{escape(name)}</td>'
-        f'<td style="text-align:left"><code>{escape(shorten(value, limit))}</code></td></tr>'
+        f'<tr><th scope="row" style="{CELL}">{escape(name)}</th><td style="{CELL}">{cell(value, limit)}</td></tr>'
         for name, value in rows
     )
-    return f'<table><caption style="text-align:left;font-weight:700">{escape(title)}</caption>{cells}</table>'
+    caption = f'<caption style="text-align:left;font-weight:700;color:inherit">{escape(title)}</caption>'
+    return f"<table>{caption}{cells}</table>"
+
+
+def cell(value: Any, limit: int) -> str:
+    """A value in its cell: a table of its own for records that have named fields, else its repr."""
+    entries = list(islice(value, MAX_ENTRIES)) if isinstance(value, (list, tuple)) else []
+    if not entries or not all(hasattr(entry, "_fields") for entry in entries):
+        return f"<code>{escape(shorten(value, limit))}</code>"
+    head = "".join(f'<th scope="col" style="{CELL}">{escape(name)}</th>' for name in entries[0]._fields)
+    lines = "".join(
+        "<tr>"
+        + "".join(f'<td style="{CELL}"><code>{escape(shorten(item, 60))}</code></td>' for item in entry)
+        + "</tr>"
+        for entry in entries
+    )
+    more = f"<div>… {len(value):,} in all</div>" if len(value) > len(entries) else ""
+    return f'<table style="margin:0"><tr>{head}</tr>{lines}</table>{more}'
 
 
 def shorten(value: Any, limit: int = 200) -> str:

@@ -279,7 +279,7 @@ class live:  # noqa: N801 (read as a statement: `with live(llm):`)
         return self.dashboard.text(step)
 
     def __repr__(self) -> str:
-        return f"live({run_words(self.recorder.history)})"
+        return f"live({run_words(self.recorder.history.totals, self.recorder.history.num_sequences)})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return self.dashboard._repr_mimebundle_(include, exclude)

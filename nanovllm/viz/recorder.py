@@ -23,7 +23,7 @@ from nanovllm.engine.events import (
     StepRow,
     StepTimings,
 )
-from nanovllm.viz.history import History
+from nanovllm.viz.history import SUMS, History
 from nanovllm.viz.state import EngineState, SequenceInfo
 
 FORMAT, VERSION = "nanovllm-run", 1
@@ -67,6 +67,14 @@ class Moment:
             for row in self.record.rows
             if row.seq_id in over
         ]  # fmt: skip
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """The sums of the run up to this step (to the end of its column, where a column is several steps)."""
+        if self.is_latest:
+            return self.history.totals
+        series = self.history.series()
+        return {name: float(series[name][: self.num_columns].sum()) for name in SUMS}
 
     @property
     def num_columns(self) -> int:

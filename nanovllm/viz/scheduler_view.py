@@ -89,12 +89,12 @@ class SchedulerView(View):
         text = f"step {state.step:,}" + (f", {record.phase}" if record else "")
         text += f" · {len(state.by_status('running')):,} running, "
         text += f"{len(state.by_status('waiting', 'preempted')):,} waiting · "
-        text += plural(int(moment.history.totals["preemptions"]), "preemption")
+        text += plural(int(moment.totals["preemptions"]), "preemption")
         return text + (f" · a column is {width:,} steps" if width > 1 else "")
 
     def words(self, moment: Moment) -> str:
         history, count = self._history(moment)
-        lines = [run_words(moment.history) + "."]
+        lines = [run_words(moment.totals, moment.history.num_sequences) + "."]
         timeline = history.timeline(self._chosen(history, moment, count))
         names = {PREFILL: "P", DECODE: "D", PREEMPT: "x"}
         marks = {WAITING: ".", RESIDENT: "-", PREEMPTED: ":", 0: " "}

@@ -27,12 +27,12 @@ class ThroughputView(View):
         return TITLE + CHART_H + GAP
 
     def summary(self, moment: Moment) -> str:
-        totals = moment.history.totals
+        totals = moment.totals
         text = f"{int(totals['steps']):,} steps, {totals['seconds']:.2f} s of work · "
         return text + f"{int(totals['prefill_tokens']):,} prefill and {int(totals['decode_tokens']):,} decode tokens"
 
     def words(self, moment: Moment) -> str:
-        return run_words(moment.history) + "."
+        return run_words(moment.totals, moment.history.num_sequences) + "."
 
     def paint(self, scene: Scene, box: Box, moment: Moment) -> None:
         count = moment.num_columns
@@ -45,13 +45,13 @@ class ThroughputView(View):
         for chart, phase in zip(charts[:2], ("prefill", "decode"), strict=True):
             with np.errstate(divide="ignore", invalid="ignore"):
                 rates = np.nan_to_num(s[f"{phase}_tokens"] / s[f"{phase}_seconds"], posinf=0.0)
-            self._paint_bars(scene, chart, edges, rates, phase, rate(moment.history.totals, phase))
+            self._paint_bars(scene, chart, edges, rates, phase, rate(moment.totals, phase))
         state = moment.state
         assert state is not None
         used = s["used_blocks"] / state.num_blocks
         prompt, cached = np.cumsum(s["prompt_tokens"]), np.cumsum(s["cached_tokens"])
         hits = np.divide(cached, prompt, out=np.zeros(count), where=prompt > 0)
-        share = hit_rate(moment.history.totals)
+        share = hit_rate(moment.totals)
         numbers = [f"{used[-1]:.0%}", f"{share:.0%}"]
         self._paint_lines(scene, charts[2], edges, [used, hits], 1.0, numbers, ["of KV used", "prefix hits"])
         running, waiting = s["running"], s["waiting"]

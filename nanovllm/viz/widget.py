@@ -10,7 +10,7 @@ import traitlets
 from nanovllm.viz.scene import PALETTE
 
 
-class CanvasWidget(anywidget.AnyWidget):  # type: ignore[misc]
+class CanvasWidget(anywidget.AnyWidget):
     """Shows the newest frame (`Scene.pack`). Clicks come back as messages, never as traits: see `on_click`."""
 
     _esm = files("nanovllm.viz").joinpath("canvas.js").read_text(encoding="utf-8")

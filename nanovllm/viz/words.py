@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 
 from nanovllm.engine.events import BlockEventKind, FinishReason, StepRecord, StepRow
-from nanovllm.viz.history import History
 from nanovllm.viz.recorder import Decode, Moment
 from nanovllm.viz.state import EngineState, SequenceInfo
 
@@ -59,13 +58,12 @@ def sequence_words(info: SequenceInfo, block_size: int) -> str:
     return text + (f" (the last one {max(fill, 0)}/{block_size} full)" if info.block_table else "")
 
 
-def run_words(history: History) -> str:
-    """The whole run in one line."""
-    totals = history.totals
+def run_words(totals: dict[str, float], num_sequences: int) -> str:
+    """A run in one line."""
     parts = [
         plural(int(totals["steps"]), "step"),
         f"{totals['seconds']:.2f} s",
-        f"{plural(history.num_sequences, 'sequence')} ({int(totals['finished']):,} ended)",
+        f"{plural(num_sequences, 'sequence')} ({int(totals['finished']):,} ended)",
         f"prefill {plural(int(totals['prefill_tokens']), 'token')} at {rate(totals, 'prefill')} tok/s",
         f"decode {plural(int(totals['decode_tokens']), 'token')} at {rate(totals, 'decode')} tok/s",
         f"{hit_rate(totals):.0%} of prompt tokens from the prefix cache",
@@ -118,7 +116,8 @@ def why(record: StepRecord) -> str:
     if record.phase == "mixed":
         return "running sequences decode, prompts fill the rest of the budget"
     if record.num_waiting:
-        return f"every running sequence takes one token; {record.num_waiting:,} wait for a seat or for blocks"
+        verb = "waits" if record.num_waiting == 1 else "wait"
+        return f"every running sequence takes one token; {record.num_waiting:,} {verb} for a seat or for blocks"
     return "nobody waits, so every running sequence takes one token"
 
 

@@ -111,9 +111,8 @@ def test_pointing_at_a_sequence_names_it(lab: Lab) -> None:
 
 
 def test_interrupting_pauses_and_play_goes_on(lab: Lab) -> None:
-    with opened(
-        lab, "pause.ipynb", PLAYER.replace("params", "SamplingParams(max_tokens=300)").replace("True", "False")
-    ) as notebook:
+    endless = PLAYER.replace("params", "SamplingParams(max_tokens=300)").replace("True", "False")
+    with opened(lab, "pause.ipynb", endless) as notebook:
         until(notebook, f"{STEP} > 3")
         for _ in range(20):  # between two slices the kernel is idle and ignores the signal
             notebook.interrupt()
