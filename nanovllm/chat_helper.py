@@ -63,7 +63,7 @@ def compile_template(text: str) -> jinja2.Template:
 def give_up_rights(memory: int) -> None:
     """From here on: little memory, no new file or socket, nothing written to a disk."""
     compile_template(WARM_UP).render()
-    limits = {"RLIMIT_AS": memory, "RLIMIT_NOFILE": 0, "RLIMIT_FSIZE": 0, "RLIMIT_CORE": 0}
+    limits = {"RLIMIT_AS": memory, "RLIMIT_NOFILE": 0, "RLIMIT_FSIZE": 0, "RLIMIT_NPROC": 0, "RLIMIT_CORE": 0}
     for name, value in limits.items():
         with suppress(AttributeError, ValueError, OSError):  # not every system has every one of them
             resource.setrlimit(getattr(resource, name), (value, value))
