@@ -7,6 +7,7 @@ when nobody is there to answer. It knows the catalogue and the package's source 
 import ast
 import io
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -235,19 +236,22 @@ def exercise_card(exercise_id: str, workbook: Workbook | None = None) -> Shown:
     workbook = workbook or Workbook.find()
     exercise = workbook.exercise(exercise_id)
     stars = "●" * exercise.difficulty + "○" * (5 - exercise.difficulty)
-    facts = [f"{exercise.minutes} minutes", f"difficulty {stars}", f"{exercise.total_points} points"]
+    facts = " · ".join([f"{exercise.minutes} minutes", f"difficulty {stars}", f"{exercise.total_points} points"])
     seams = list(dict.fromkeys(exercise.seams.values()))
-    place = f"Takes the place of {' and '.join(f'`{seam}`' for seam in seams)} in the engine."
+    place = f"Takes the place of {', '.join(f'`{seam}`' for seam in seams)} in the engine."
     file = f"exercises/{exercise.file}"
-    code = "\n\n\n".join(task_source(workbook, exercise))
     head = f"Exercise {exercise.id}: {exercise.title}"
-    rich = f"**{head}**\n\n{' · '.join(facts)} · write it in [{file}](../{file})\n\n{place}\n\n```python\n{code}\n```\n"
-    text = f"{head}\n{' · '.join(facts)} · write it in {file}\n{place.replace('`', '')}\n\n{code}\n"
-    return Shown("text/markdown", rich, text)
+    tasks = list(tasks_of(workbook, exercise))
+    rich = [f"**{head}**", f"{facts} · write it in [{file}](../{file})", place]
+    for signature, words in tasks:
+        rich += [f"```python\n{signature}\n```", words_as_markdown(words)]
+    text = [head, f"{facts} · write it in {file}", place.replace("`", ""), ""]
+    text += [f"{signature}\n{textwrap.indent(words, '    ')}\n" for signature, words in tasks]
+    return Shown("text/markdown", "\n\n".join(rich), "\n".join(text))
 
 
-def task_source(workbook: Workbook, exercise: Exercise) -> Iterator[str]:
-    """What the stub gives for each object of an exercise; a function ends where the answer begins.
+def tasks_of(workbook: Workbook, exercise: Exercise) -> Iterator[tuple[str, str]]:
+    """Signature and docstring of each function of an exercise. A class, or what has no docstring, comes as its stub.
 
     Made from the authored file, so that a page shows the task and never somebody's answer.
     """
@@ -255,9 +259,32 @@ def task_source(workbook: Workbook, exercise: Exercise) -> Iterator[str]:
     for name in exercise.objects:
         source = (definition(stub, name) or "").rstrip()
         node = ast.parse(source).body[0] if source else None
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
-            source = "\n".join(source.splitlines()[: node.body[0].end_lineno]) + "\n    ..."
-        yield source
+        words = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+        if words is None:
+            yield source, ""
+        else:
+            assert isinstance(node, ast.FunctionDef)
+            words = re.sub(rf"^Exercise {re.escape(exercise.id)}[.,] (\w)", lambda m: m[1].upper(), words)
+            yield "\n".join(source.splitlines()[: node.body[0].lineno - 1]), words
+
+
+def words_as_markdown(words: str) -> str:
+    """A docstring as Markdown: examples (>>>) and indented lines as code, terms over indented lines as a list."""
+    blocks = []
+    for block in re.split(r"\n\s*\n", words):
+        lines = block.splitlines()
+        indented = [line.startswith("    ") for line in lines]
+        if lines and lines[0].startswith(">>>"):
+            block = f"```python\n{block}\n```"
+        elif all(indented):
+            block = f"```text\n{textwrap.dedent(block)}\n```"
+        elif any(indented) and not lines[0].startswith(("* ", "- ")):
+            terms = zip(lines, [*indented[1:], False], indented, strict=True)
+            block = "\n".join(
+                f"* `{line}`: " if below and not own else f"  {line.strip()}" for line, below, own in terms
+            )
+        blocks.append(block)
+    return "\n\n".join(blocks)
 
 
 # -- pictures and tables

@@ -18,7 +18,8 @@ from nanovllm.workbook.page import (
     show_source,
     source_text,
     table,
-    task_source,
+    tasks_of,
+    words_as_markdown,
 )
 from nanovllm.workbook.sources import regions
 
@@ -111,15 +112,33 @@ class TestExerciseCard:
             text = repr(exercise_card(exercise.id))
             assert exercise.title in text and exercise.file in text
             solution = (workbook.solutions / exercise.file).read_text().splitlines()
-            shown = {line.strip() for source in task_source(workbook, exercise) for line in source.splitlines()}
+            shown = {line.strip() for line in text.splitlines()}
             for region in regions("\n".join(solution)):
                 answer = {line.strip() for line in solution[region.start : region.stop] if len(line.strip()) > 20}
                 assert not answer & shown
 
-    def test_a_function_ends_where_the_answer_begins(self) -> None:
+    def test_signature_and_words_of_a_task(self) -> None:
         workbook = Workbook.find()
-        source = next(iter(task_source(workbook, workbook.exercise("4.1"))))
-        assert source.startswith("def blocks_needed") and source.endswith('"""\n    ...')
+        signature, words = next(iter(tasks_of(workbook, workbook.exercise("4.1"))))
+        assert signature == "def blocks_needed(num_tokens: int, block_size: int) -> int:"
+        assert words.startswith("The number of blocks")
+
+    def test_every_task_has_words(self) -> None:
+        workbook = Workbook.find()
+        for exercise in workbook.exercises:
+            for signature, words in tasks_of(workbook, exercise):
+                assert words or "class " in signature, f"{exercise.id}: {signature}"
+
+    def test_examples_lists_and_terms_become_markdown(self) -> None:
+        terms = "STOP\n    the end\nLENGTH\n    too long,\n    by far"
+        words = f"What it does.\n\n>>> f(1)\n2\n\n{terms}\n\n    a  table\n    of two\n\n* one\n* two"
+        assert words_as_markdown(words).split("\n\n") == [
+            "What it does.",
+            "```python\n>>> f(1)\n2\n```",
+            "* `STOP`: \n  the end\n* `LENGTH`: \n  too long,\n  by far",
+            "```text\na  table\nof two\n```",
+            "* one\n* two",
+        ]
 
 
 def test_a_table_has_numbers_to_the_right_and_a_text_twin() -> None:
