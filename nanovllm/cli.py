@@ -24,6 +24,7 @@ COMMANDS = {
     "progress": ("nanovllm.workbook.cli:progress_command", "every exercise with its last result"),
     "quiz": ("nanovllm.workbook.cli:quiz_command", "the quiz of a chapter"),
     "grade": ("nanovllm.workbook.cli:grade_command", "for teachers: points as JSON or JUnit, a class as CSV"),
+    "update": ("nanovllm.workbook.cli:update_command", "take over a newer workbook and keep your answers"),
     "bench": ("nanovllm.bench", "measure the engine"),
 }
 

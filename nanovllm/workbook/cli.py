@@ -11,6 +11,7 @@ from nanovllm.workbook.checking import check
 from nanovllm.workbook.classroom import ClassOptions, grade, grade_class
 from nanovllm.workbook.helping import hint, progress, reset, reveal, solve
 from nanovllm.workbook.quizzes import answer, quiz
+from nanovllm.workbook.updating import update
 
 
 def check_command(argv: list[str]) -> int:
@@ -79,6 +80,13 @@ def quiz_command(argv: list[str]) -> int:
     return 0
 
 
+def update_command(argv: list[str]) -> int:
+    """Take over the newest version of the workbook (git pull), and keep your answers, committed or not."""
+    argparse.ArgumentParser(prog="nanovllm update", description=update_command.__doc__).parse_args(argv)
+    print(update())
+    return 0
+
+
 def grade_command(argv: list[str]) -> int:
     """For teachers. One tree: points as text or JSON, JUnit beside it. A class: one folder a student, a CSV out.
 
@@ -118,6 +126,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "progress": progress_command,
     "quiz": quiz_command,
     "grade": grade_command,
+    "update": update_command,
 }
 
 

@@ -33,10 +33,10 @@ def keep_copy(workbook: Workbook, path: Path) -> Path:
     folder = workbook.state / "copies"
     folder.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    number, copy = 1, folder / f"{path.stem}-{stamp}.py"
+    number, copy = 1, folder / f"{path.stem}-{stamp}{path.suffix}"
     while copy.exists():
         number += 1
-        copy = folder / f"{path.stem}-{stamp}-{number}.py"
+        copy = folder / f"{path.stem}-{stamp}-{number}{path.suffix}"
     copy.write_bytes(path.read_bytes())
     return copy
 
