@@ -1,8 +1,11 @@
 """Attention in plain PyTorch: the oracle that every other backend is tested against, and what a CPU runs.
 
-It knows no kernels. Decode rows are one batched product over gathered keys (on a CPU kept from step to step: `DenseKV`);
-prefill rows go through `scaled_dot_product_attention` one by one, since they share no length. Softmax and sums are
-float32 inside it.
+It knows no kernels. Decode rows are one batched product over gathered keys; prefill rows go through
+`scaled_dot_product_attention` one by one, since they share no length. Softmax and sums are float32 inside it.
+
+Gathering looks wasteful, since from one decode step to the next a row grows by one token only. A copy kept between the
+steps was tried: on a CPU it was no faster, because reading the pool's tokens costs what reading the copy's costs, and
+what was gathered is still in the cache of the core when it is used.
 """
 
 from dataclasses import dataclass
@@ -12,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
-from nanovllm.attention.dense_kv import DenseKV, DenseRows
 
 GATHER_BYTES = 16 << 20  # keys of one layer gathered at a time, and as many bytes of values
 
@@ -34,16 +36,16 @@ class DecodeRows:
     start: int
     end: int
     slots: Tensor  # [end - start, S]; a row shorter than S repeats its last slot
-    mask: Tensor  # [end - start, 1, 1, S], True: a key of this row
+    mask: Tensor | None  # [end - start, 1, 1, S], 0 or -inf; None: all rows are S long
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """What all layers of a step have in common; `decode_rows` are made only if a layer gathers."""
+    """What all layers of a step have in common."""
 
     metadata: AttentionMetadata
+    decode_rows: list[DecodeRows]
     prefill_rows: list[PrefillRow]
-    decode_rows: list[DecodeRows] | None = None
 
 
 class TorchAttention(AttentionBackend):
@@ -53,7 +55,6 @@ class TorchAttention(AttentionBackend):
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, block_size: int) -> None:
         super().__init__(num_heads, num_kv_heads, head_dim, scale, block_size)
-        self.dense = DenseKV(block_size)
         self._plan: Plan | None = None
         self._kept: tuple[Tensor, Tensor | None] | None = None  # a slot mapping, and which of its tokens are written
 
@@ -68,21 +69,14 @@ class TorchAttention(AttentionBackend):
         v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        new_step = self._plan is None or self._plan.metadata is not metadata
-        if self._plan is None or new_step:
-            self._plan = Plan(metadata, self.prefill_rows(metadata, q.dtype))
-        plan, count = self._plan, metadata.num_decodes
-        dense = self.dense.follow(metadata, k_cache, v_cache, new_step)
-        if dense is not None and not plan.prefill_rows:
-            return self.decode_dense(q, dense)
+        if self._plan is None or self._plan.metadata is not metadata:
+            self._plan = self.plan(metadata, q.dtype, k_cache[0, 0].nbytes)
+        plan, k_flat, v_flat = self._plan, k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, K, H]
+        if len(plan.decode_rows) == 1 and not plan.prefill_rows:
+            return self.decode(q, k_flat, v_flat, plan.decode_rows[0])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        k_flat, v_flat = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, K, H]
-        if dense is not None:
-            out[:count] = self.decode_dense(q[:count], dense)
-        elif count:
-            plan.decode_rows = plan.decode_rows or self.decode_rows(metadata, k_flat[0].nbytes)
-            for rows in plan.decode_rows:
-                out[rows.start : rows.end] = self.decode(q[rows.start : rows.end], k_flat, v_flat, rows)
+        for rows in plan.decode_rows:
+            out[rows.start : rows.end] = self.decode(q[rows.start : rows.end], k_flat, v_flat, rows)
         for row in plan.prefill_rows:
             out[row.start : row.end] = self.prefill(q[row.start : row.end], k_flat, v_flat, row)
         return out
@@ -96,27 +90,6 @@ class TorchAttention(AttentionBackend):
         grouped = q.reshape(B, self.num_kv_heads, -1, self.head_dim)  # [B, K, G, H]
         out = F.scaled_dot_product_attention(grouped, k, v, rows.mask, scale=self.scale)
         return out.reshape(B, self.num_heads, self.head_dim)
-
-    def decode_dense(self, q: Tensor, dense: DenseRows) -> Tensor:
-        """The same over keys and values that lie side by side already.
-
-        PERF: in bfloat16 two batched products take half the time of the fused kernel, which packs its tiles anew for
-        three queries; a single row is faster through the kernel. The scores are then rounded to bfloat16.
-        """
-        (B, K, S, H), k, v = dense.k.shape, dense.k, dense.v
-        grouped = q.reshape(B, K, -1, H)  # [B, K, G, H]
-        if B == 1:
-            k, v = k[:, :, : dense.longest], v[:, :, : dense.longest]
-            out = F.scaled_dot_product_attention(grouped, k, v, scale=self.scale)
-        elif q.dtype == torch.bfloat16:
-            products = torch.bmm(k.view(B * K, S, H), q.reshape(B * K, -1, H).transpose(1, 2))  # [B * K, S, G]
-            scores = q.new_empty(B, K, grouped.shape[2], S, dtype=torch.float32)
-            torch.add(dense.mask, products.view(B, K, S, -1).transpose(2, 3), alpha=self.scale, out=scores)
-            weights = scores.softmax(-1).to(q.dtype)
-            out = torch.bmm(weights.view(B * K, -1, S), v.view(B * K, S, H))  # [B * K, G, H]
-        else:
-            out = F.scaled_dot_product_attention(grouped, k, v, dense.mask, scale=self.scale)
-        return out.reshape(B, self.num_heads, H)
 
     def prefill(self, q: Tensor, k_flat: Tensor, v_flat: Tensor, row: PrefillRow) -> Tensor:
         """One row's queries, behind whatever part of its context was there before: [query_len, N, H]."""
@@ -132,8 +105,12 @@ class TorchAttention(AttentionBackend):
         )
         return out[0].transpose(0, 1)
 
-    def decode_rows(self, metadata: AttentionMetadata, token_bytes: int) -> list[DecodeRows]:
-        """The decode rows, in parts whose gathered keys stay below `GATHER_BYTES`: memory is bounded by that."""
+    def plan(self, metadata: AttentionMetadata, dtype: torch.dtype, token_bytes: int) -> Plan:
+        """Slots and masks from block tables and lengths."""
+        return Plan(metadata, self.decode_rows(metadata, dtype, token_bytes), self.prefill_rows(metadata, dtype))
+
+    def decode_rows(self, metadata: AttentionMetadata, dtype: torch.dtype, token_bytes: int) -> list[DecodeRows]:
+        """The decode rows, in parts whose gathered keys stay below `GATHER_BYTES`: that bounds the memory."""
         tables, lens = metadata.block_tables, metadata.context_lens.long().clamp(min=1)[: metadata.num_decodes, None]
         most = max(1, GATHER_BYTES // (token_bytes * max(metadata.max_context_len, 1)))
         parts = []
@@ -141,7 +118,8 @@ class TorchAttention(AttentionBackend):
             part = lens[start : start + most]
             keys = torch.arange(int(part.max()), device=lens.device)
             slots = self.slots(tables[start : start + most], torch.minimum(keys, part - 1))
-            parts.append(DecodeRows(start, start + len(part), slots, (keys < part)[:, None, None]))
+            mask = None if len(part) == 1 else additive(keys >= part, dtype)[:, None, None]
+            parts.append(DecodeRows(start, start + len(part), slots, mask))
         return parts
 
     def prefill_rows(self, metadata: AttentionMetadata, dtype: torch.dtype) -> list[PrefillRow]:
@@ -156,13 +134,20 @@ class TorchAttention(AttentionBackend):
             mask = None
             if context != end - start:
                 # 3 queries, context 5: the queries stand at positions 2, 3, 4 and see the keys up to there.
-                unseen = positions > positions[context - (end - start) :, None]
-                mask = torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, float("-inf"))
+                mask = additive(positions > positions[context - (end - start) :, None], dtype)
             slots = self.slots(metadata.block_tables[b : b + 1], positions[None])[0]
             rows.append(PrefillRow(start, end, slots, mask))
         return rows
 
     def slots(self, block_tables: Tensor, positions: Tensor) -> Tensor:
-        """Slots [B, S] of positions [B, S]. Block size 16, table (7, 2, 9): position 35 -> 9 * 16 + 35 % 16 = 147."""
+        """Slots [B, S] of positions [B, S]. Block size 16, table (7, 2, 9): position 35 -> 9 * 16 + 35 % 16 = 147.
+
+        A padded row has no blocks, and whatever stands in its table: it reads block 0, and its result is not used.
+        """
         blocks = block_tables.long().gather(1, positions // self.block_size)
-        return blocks * self.block_size + positions % self.block_size
+        return blocks.clamp(min=0) * self.block_size + positions % self.block_size
+
+
+def additive(unseen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores: 0, or -inf where True. Made once a step; bools would be turned in every layer."""
+    return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, float("-inf"))

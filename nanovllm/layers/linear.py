@@ -52,12 +52,16 @@ class ReplicatedLinear(nn.Module):
     def weight_loader(self, param: nn.Parameter, loaded: Tensor, shard_id: Any = None) -> None:
         param.data.copy_(loaded)
 
+    def inner_bias(self) -> Tensor | None:
+        """The bias that this rank adds to its own product."""
+        return self.bias
+
     def multiply(self, x: Tensor) -> Tensor:
-        """This rank's product, bias included: [..., out_size]."""
+        """This rank's product: [..., out_size]."""
         if self.product is not None:
             return self.product(x)
         assert self.weight is not None, "a layer without a weight has a product"
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.inner_bias())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x)
@@ -137,10 +141,9 @@ class RowParallelLinear(ReplicatedLinear):
             loaded = loaded.narrow(1, self.tp.rank * size, size)
         param.data.copy_(loaded)
 
+    def inner_bias(self) -> Tensor | None:
+        return self.bias if self.tp.size == 1 else None
+
     def forward(self, x: Tensor) -> Tensor:
-        if self.tp.size == 1:
-            return self.multiply(x)
-        assert self.weight is not None or self.product is not None
-        partial = self.product(x) if self.product is not None else F.linear(x, self.weight)  # type: ignore[arg-type]
-        total = self.tp.all_reduce(partial)
-        return total if self.bias is None else total + self.bias
+        total = self.tp.all_reduce(self.multiply(x))
+        return total if self.bias is None or self.tp.size == 1 else total + self.bias

@@ -1,4 +1,4 @@
-"""Which class runs which architecture, and how a model comes to be: built, loaded, prepared for its device."""
+"""Which class runs which architecture, and how a model is built."""
 
 from typing import Any
 
@@ -46,9 +46,3 @@ def build_model(
         model = resolve(model_class(hf_config))(hf_config, tp, attention, resolve, max_position)
     model.target_device, model.target_dtype = torch.device(device), dtype
     return model.eval()
-
-
-def prepare_for_device(
-    model: DecoderForCausalLM, device: torch.device | str, dtype: torch.dtype, quantization: str | None = None
-) -> None:
-    """What makes a loaded model fast on its device; the results stay the same up to rounding (int8: to about 1 %)."""

@@ -136,7 +136,7 @@ def test_padding_writes_nothing_and_reads_nothing() -> None:
     before = k_cache.clone()
     padded = AttentionMetadata(
         slot_mapping=torch.cat((metadata.slot_mapping, torch.tensor([-1]))),
-        block_tables=torch.cat((metadata.block_tables, torch.zeros(1, metadata.block_tables.shape[1], dtype=torch.int32))),
+        block_tables=torch.cat((metadata.block_tables, torch.full_like(metadata.block_tables[:1], -1))),
         context_lens=torch.tensor([5, 2, 0], dtype=torch.int32),
         cu_seqlens_q=torch.tensor([0, 1, 2, 3], dtype=torch.int32),
         max_query_len=1,
@@ -144,7 +144,7 @@ def test_padding_writes_nothing_and_reads_nothing() -> None:
         num_decodes=3,
     )
     extra = [torch.cat((x, torch.randn(1, *x.shape[1:]))) for x in (q, k, v)]
-    k_cache[0], v_cache[0] = 1.0, 1.0  # block 0 is what a padded row's table names; it holds finite values
+    k_cache[0], v_cache[0] = 1.0, 1.0  # a padded row reads something finite: block 0
     before[0] = 1.0
     got = TorchAttention(4, 2, 8, 0.3, 4).forward(*extra, k_cache, v_cache, padded)
     want = dense(q, k_cache, v_cache, metadata, 0.3)
