@@ -158,6 +158,12 @@ class Workbook:
         """What the workbook remembers about the learner; git ignores it."""
         return self.answers / ".state"
 
+    def environment(self) -> dict[str, str]:
+        """What must be in the environment before answers are loaded: where there is no GPU, Triton's interpreter."""
+        if Path("/dev/nvidia0").exists():
+            return {}
+        return {name: value for chapter in self.chapters for name, value in chapter.env_without_gpu.items()}
+
     def chapter(self, number: str | int | float) -> Chapter:
         """The chapter "4" (also 4, "04" or "ch4")."""
         wanted = str(number).lower().removeprefix("ch").lstrip("0")

@@ -47,7 +47,7 @@ def pytest_environment(workbook: Workbook) -> dict[str, str]:
     fixed = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": path.rstrip(os.pathsep), "PYTHONUTF8": "1"}
     dropped = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "NANOVLLM_WORKBOOK")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {"OMP_NUM_THREADS": "1", **kept, **fixed}
+    return {"OMP_NUM_THREADS": "1", **workbook.environment(), **kept, **fixed}
 
 
 def run_graders(

@@ -317,6 +317,10 @@ def _load(spec: str, name: str) -> Any:
         for part in dotted.split("."):
             value = getattr(value, part)
         return value
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise NotRunHere("the package triton is not installed here") from error
     except AttributeError as error:
         if error.name != name:
             raise

@@ -75,10 +75,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     try:
-        config.stash[SESSION] = GradingSession(config)
+        config.stash[SESSION] = session = GradingSession(config)
     except WorkbookError as error:
         if config.option.ex or config.option.ch or config.option.grade_json:
             raise pytest.UsageError(str(error)) from None
+        return
+    for name, value in session.workbook.environment().items():  # before anything is imported that reads it
+        os.environ.setdefault(name, value)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -97,17 +100,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     match = GRADER_FILE.match(collection_path.name)
     return None if match and f"{match[1]}.{match[2]}" in session.selected else True
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Set the environment that a chapter needs where there is no GPU, before its answers are loaded."""
-    session = config.stash.get(SESSION, None)
-    if session is None or Path("/dev/nvidia0").exists():
-        return
-    chapters = {exercise.chapter for item in items if (exercise := session.exercise_of(item.path))}
-    for number in chapters:
-        for name, value in session.workbook.chapter(number).env_without_gpu.items():
-            os.environ.setdefault(name, value)
 
 
 @pytest.fixture
