@@ -31,7 +31,7 @@ def prepare_for_device(
     """
     if torch.device(device).type != "cpu":
         if quantization is not None:
-            raise ConfigError(f"quantization={quantization!r} is for CPUs, and the model runs on {device}; leave it out")
+            raise ConfigError(f"quantization={quantization!r} is for CPUs, and this model runs on {device}")
         return
     tables: dict[int, torch.Tensor] = {}
     for module in list(model.modules()):
