@@ -50,7 +50,8 @@ class Config(ReprHTML):
     kv_cache_memory: bytes of the KV pool on a CPU (default 1 GiB; a pool given in blocks stands as it is).
     load_format: "safetensors", or "random" for weights drawn from `seed` (benchmarks need only the shapes).
     quantization: None, or "int8" for weight-only int8 linear layers.
-    compile: let torch.compile fuse the layers at construction (None: on a GPU, yes; on a CPU, no).
+    compile: fuse the small operations of the layers: on a GPU by Triton kernels, on a CPU by torch.compile at
+        construction (None: on a GPU, yes; on a CPU, no).
     stop_token_ids: further end tokens, filled in by the engine from the model's generation config.
 
     Raises `ConfigError` (a ValueError and an AssertionError) that names the value, the limit and the remedy.
@@ -145,6 +146,10 @@ class Config(ReprHTML):
         if size & (size - 1):
             raise ConfigError(f"kvcache_block_size={size} must be a power of two or a multiple of 256")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Only values travel to other processes, not the class: a replaced check (`engine.parts`) has done its work."""
+        return restored, ({f.name: getattr(self, f.name) for f in fields(Config)},)
+
     def _integer(self, name: str, at_least: int | None = None) -> int:
         return self.check_integer(name, getattr(self, name), at_least)
 
@@ -168,6 +173,14 @@ class Config(ReprHTML):
     def _repr_rows(self) -> list[tuple[str, Any]]:
         rows = ReprHTML._repr_rows(self)
         return [(name, type(value).__name__ if name == "hf_config" else value) for name, value in rows]
+
+
+def restored(values: dict[str, Any]) -> Config:
+    """A `Config` of values that were checked in another process."""
+    config = object.__new__(Config)
+    for name, value in values.items():
+        setattr(config, name, value)
+    return config
 
 
 def load_hf_config(model: str) -> Any:

@@ -1,12 +1,14 @@
 """`use`: the learner's code takes its place in the real engine, and its errors are told as the learner's."""
 
 import linecache
+import re
 import sys
 import traceback
 from types import TracebackType
 from typing import Any
 
 from nanovllm.engine.parts import Parts, activate, active_parts
+from nanovllm.errors import RankError
 from nanovllm.workbook.catalogue import TARGETS, Exercise, Workbook, WorkbookError
 from nanovllm.workbook.grading import clip, learner_frame
 from nanovllm.workbook.outcomes import Shown
@@ -93,8 +95,21 @@ def explain(error: BaseException) -> str | None:
             source = linecache.getline(file, line).strip()
             said = clip(f"{type(seen).__name__}: {seen}", 200)
             return f"In your code: {file}, line {line}, in {function}\n    {source}\n{said}"
+        if isinstance(seen, RankError) and (told := explain_remote(str(seen), folders)):
+            return told
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+def explain_remote(text: str, folders: tuple[str, ...]) -> str | None:
+    """The same for an error in another rank, of which only the traceback's text is here."""
+    calls = re.findall(r'^  File "(.+)", line (\d+), in (.+)\n    (.*)$', text, re.MULTILINE)
+    own = [call for call in calls if call[0].startswith(folders)]
+    if not own:
+        return None
+    file, line, function, source = own[-1]
+    where = text.partition(" failed in ")[0]
+    return f"In your code ({where}): {file}, line {line}, in {function}\n    {source}\n{text.strip().splitlines()[-1]}"
 
 
 def tell_errors_in_notebooks() -> None:

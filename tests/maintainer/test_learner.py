@@ -13,6 +13,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.parts import Parts, activate, active_parts
+from nanovllm.errors import RankError
 from nanovllm.workbook import (
     Workbook,
     WorkbookError,
@@ -258,6 +259,49 @@ def test_engine_from_all_answers_writes_the_same_text(workbook: Workbook, defaul
             params = SamplingParams(temperature=1e-6, max_tokens=12)
             texts.append([result["text"] for result in llm.generate(prompts, params, use_tqdm=False)])
     assert texts[0] == texts[1]
+
+
+RANKS = {**SMALL, "device": "cpu", "tensor_parallel_size": 2}
+
+
+def insert(workbook: Workbook, exercise_id: str, line: str) -> Path:
+    """Put a line in front of a solved exercise's first region."""
+    path = workbook.answers / workbook.exercise(exercise_id).file
+    marker = f"    # --- your code ({exercise_id}) ---\n"
+    path.write_text(path.read_text().replace(marker, f"{marker}    {line}\n", 1))
+    return path
+
+
+@pytest.mark.slow
+def test_all_answers_run_in_every_rank(workbook: Workbook, tiny_model_dir: Path) -> None:
+    with LLM(str(tiny_model_dir), **RANKS) as llm:
+        expected = generate(llm, 1e-6)
+    solve()
+    seen = workbook.root / "seen"
+    seen.mkdir()
+    insert(workbook, "3.1", f'import os; open(f"{seen}/{{os.getpid()}}", "w").close()')
+    everything = [chapter.number for chapter in workbook.chapters]
+    with use(*everything), LLM(str(tiny_model_dir), **RANKS) as llm:
+        pids = {os.getpid(), *(process.pid for process in llm.ps)}
+        assert generate(llm, 1e-6) == expected
+    assert {int(file.name) for file in seen.iterdir()} == pids and len(pids) == 2
+
+
+@pytest.mark.slow
+def test_error_in_learner_code_in_another_rank(workbook: Workbook, tiny_model_dir: Path) -> None:
+    solve("3.1")
+    line = 'if x.shape[0] == 3 and __import__("multiprocessing").parent_process(): raise KeyError("planted")'
+    path = insert(workbook, "3.1", line)
+    params = SamplingParams(1e-6, max_tokens=4, ignore_eos=True)
+    with use("3.1"), LLM(str(tiny_model_dir), **RANKS) as llm:
+        expected = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        with pytest.raises(RankError) as caught:
+            llm.generate(PROMPTS[2], params, use_tqdm=False)
+        assert llm.generate(PROMPTS[0], params, use_tqdm=False) == expected, "the engine goes on"
+    with pytest.raises(RankError) as told, use("3.1"):
+        raise caught.value
+    note = "\n".join(told.value.__notes__)
+    assert "rank 1" in note and str(path) in note and "planted" in note and line in note
 
 
 @pytest.mark.parametrize("chapter", Workbook.find().chapters, ids=lambda chapter: chapter.number)
