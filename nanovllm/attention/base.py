@@ -29,7 +29,7 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor  # [B + 1] int32
     max_query_len: int
     max_context_len: int
-    num_decodes: int  # leading rows with one query each (their queries are the first num_decodes tokens); == B in a decode step
+    num_decodes: int  # leading rows with one query each, the first num_decodes tokens; B in a decode step
 
 
 class AttentionBackend(ABC):

@@ -2,7 +2,8 @@
 
 A graph replays the same kernels on the same addresses, so a step's inputs are written into the buffers that the graph
 was captured with, and its result is read from where it was then. Batch sizes are captured in steps of eight; a batch in
-between is padded with rows that write nowhere (slot -1) and read nothing (context 0).
+between is padded with rows that write nowhere (slot -1) and read nothing (context 0). Handing a graph of 300 kernels to
+an H200 takes the host 8 us; cutting it into pieces, so that the GPU might start sooner, made a step 0.1 ms longer.
 
 It knows neither sequences nor sampling: the runner samples from the logits that come back.
 """
