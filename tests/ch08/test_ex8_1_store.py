@@ -24,7 +24,9 @@ def run(
     if strided:
         both = torch.cat([torch.zeros(len(slots), 1, head_dim), k, v], 1)
         k, v = both[:, 1 : 1 + kv_heads], both[:, 1 + kv_heads :]
-    caches = [torch.full((num_blocks, block_size, kv_heads, head_dim), EMPTY) for _ in range(2)]
+    # A block in front of the pool and one behind it: a slot that is wrong shows there, and does no worse.
+    fenced = [torch.full((num_blocks + 2, block_size, kv_heads, head_dim), EMPTY) for _ in range(2)]
+    caches = [whole[1:-1] for whole in fenced]
     expected = [cache.clone() for cache in caches]
     for token, slot in enumerate(slots):
         if slot >= 0:
@@ -35,6 +37,8 @@ def run(
     attention = answer.parts.resolve(TritonAttention)(2 * kv_heads, kv_heads, head_dim, 1.0, block_size)
     answer.equal(attention.store(k, v, *caches, mapping), None, "It returns nothing.")
     answer.equal(caches, expected)
+    outside = torch.cat([whole[[0, -1]].flatten() for whole in fenced])
+    answer.require(bool((outside == EMPTY).all()), "numbers outside the cache", "nothing written outside the cache")
     answer.equal((k, v, mapping.tolist()), (*before, slots), "It may not change its inputs.")
 
 

@@ -7,9 +7,15 @@ from torch import Tensor
 
 from nanovllm.workbook.grading import Answer
 
+SPARE = 80  # entries of a block table behind a row's own
+
 
 class Pages:
-    """Rows of given contexts over random blocks of a pool whose other slots hold rubbish."""
+    """Rows of given contexts over random blocks of a pool whose other slots hold rubbish.
+
+    Entries of a table behind a row's last block name a block of NaN that nobody owns: a kernel that reads there gets a
+    wrong result, not a crash.
+    """
 
     def __init__(
         self, answer: Answer, contexts: list[int], heads: int = 2, kv_heads: int = 1, head_dim: int = 4,
@@ -24,10 +30,11 @@ class Pages:
         widths = [-(-context // block_size) for context in contexts]
         num_blocks = sum(widths) + 2
         free = answer.rng.sample(range(num_blocks), num_blocks)
+        nobody = free.pop()
         shape = (num_blocks, block_size, kv_heads, head_dim)
         self.k_cache, self.v_cache = torch.full(shape, math.nan), torch.full(shape, math.nan)
         self.q = torch.randn(len(contexts), heads, head_dim, generator=generator)
-        self.tables = torch.full((len(contexts), max(widths) + 1), 10**6, dtype=torch.int32)
+        self.tables = torch.full((len(contexts), max(widths) + SPARE), nobody, dtype=torch.int32)
         self.context_lens = torch.tensor(contexts, dtype=torch.int32)
         self.keys, self.values = [], []
         for row, context in enumerate(contexts):
