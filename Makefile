@@ -16,6 +16,9 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 # The maintainers' tests. Those in tests/chNN grade the exercises; a bare `pytest` runs them.
 TESTS := $(filter-out tests/ch%,$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
 
+# Files of tests side by side, one thread each: two cores are busy then, and no two threads wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 .PHONY: help setup model demo lab test test-slow notebooks clean
 
 help:
@@ -44,10 +47,10 @@ lab: model
 	@$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/00_start_here.ipynb
 
 test: model
-	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+	$(PYTEST) -m "not slow" $(TESTS)
 
 test-slow: model
-	$(BIN)/python -m pytest -m slow $(TESTS)
+	$(PYTEST) -m slow $(TESTS)
 
 notebooks: model
 	$(BIN)/python -m nanovllm.workbook.notebooks
