@@ -161,7 +161,9 @@ class StepClock:
         for owner, name in ((scheduler, "schedule"), (runner.builder, "build"), (scheduler, "postprocess")):
             setattr(owner, name, self._timed(name, getattr(owner, name)))
         self._run, self._sample, self._step = runner.run, runner.sample, self.llm._step
-        runner.run, runner.sample, self.llm._step = self.run, self.sample, self.step  # type: ignore[method-assign]
+        own: tuple[tuple[Any, Any], ...] = ((runner, self.run), (runner, self.sample), (self.llm, self.step))
+        for whole, method in own:
+            setattr(whole, "_step" if whole is self.llm else method.__name__, method)
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
