@@ -113,7 +113,7 @@ class MessageChannel:
     def write(self, method: str, args: tuple[Any, ...] = ()) -> None:
         """Send one message, as soon as every reader has taken the last one.
 
-        args: numpy arrays, None, bool, int, float, str, bytes, and tuples, lists or dicts of them; else `TypeError`.
+        args: numpy arrays of numbers, None, bool, int, float, str, bytes, and tuples of them; else `TypeError`.
         """
         payload = encode(method, args)
         for offset in range(0, len(payload), len(self.bytes)):
@@ -210,13 +210,9 @@ def _strip(value: Any, arrays: list[NDArray[Any]]) -> Any:
         return value
     if isinstance(value, tuple):  # a named tuple becomes a plain one
         return tuple([_strip(item, arrays) for item in value])
-    if type(value) is list:
-        return [_strip(item, arrays) for item in value]
-    if type(value) is dict:
-        return {_strip(key, []): _strip(item, arrays) for key, item in value.items()}
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
-        if isinstance(value, np.generic):
-            return value.item()
+    if isinstance(value, np.generic):
+        return _strip(value.item(), arrays)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         arrays.append(value)
         return ...
     raise TypeError(f"a message carries plain values and arrays of numbers, not {type(value).__name__}: {value!r:.200}")
@@ -226,8 +222,4 @@ def _fill(value: Any, arrays: Iterator[NDArray[Any]]) -> Any:
     """The inverse of `_strip`."""
     if value is ...:
         return next(arrays)
-    if isinstance(value, tuple | list):
-        return type(value)([_fill(item, arrays) for item in value])
-    if isinstance(value, dict):
-        return {key: _fill(item, arrays) for key, item in value.items()}
-    return value
+    return tuple([_fill(item, arrays) for item in value]) if isinstance(value, tuple) else value

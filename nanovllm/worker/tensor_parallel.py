@@ -41,6 +41,7 @@ from nanovllm.worker.message_channel import ChannelHandle, MessageChannel
 from nanovllm.worker.model_runner import ModelRunner
 
 LOOPBACK = "127.0.0.1"
+PROCESS_NAME = "nanovllm-rank-"
 PATIENCE = timedelta(minutes=5)  # with peers that are alive and do not come
 GRACE = 5.0  # seconds for a rank to end after "exit", and for the reason of a failure to arrive
 NO_GUARD = 86  # exit code of a rank that found itself running the caller's script
@@ -160,10 +161,30 @@ class RankProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self.stderr.seek(max(0, self.stderr.seek(0, os.SEEK_END) - LAST_WORDS))
         words = self.stderr.read().decode(errors="replace").strip() or "(none)"
+        if self.stage == "starting":
+            words += f"\nIt imports {main_script()} first; if that failed, stderr says why (stdin cannot be imported)."
         return f"rank {self.rank} (process {self.process.pid}) {how} while {self.stage}. Its last words:\n{words}"
 
 
-class RankGroup(RankLink):
+class JointLink(RankLink):
+    """What the links of all ranks have in common."""
+
+    collectives: Collectives
+
+    def meet(self) -> None:
+        """Join the first group."""
+
+    def tensor_parallel_group(self, device: torch.device) -> TPGroup:
+        """Meet the other ranks. Rank 0 raises `EngineDeadError` or `ConfigError` if one of them does not come."""
+        self.collectives.device = device
+        self.meet()
+        return TPGroup(self.collectives.rank, self.collectives.size, self.collectives)
+
+    def smallest(self, value: int) -> int:
+        return self.collectives.smallest(value)
+
+
+class RankGroup(JointLink):
     """Rank 0's link to the other ranks."""
 
     def __init__(self, config: Config, parts: Parts) -> None:
@@ -182,9 +203,15 @@ class RankGroup(RankLink):
         port = listener.getsockname()[1]
         self.collectives = Collectives(0, config.tensor_parallel_size, port, listener.detach())
         self.collectives.on_failure = self._explain
-        self._ranks = [self._start(config, rank, port, parts) for rank in range(1, config.tensor_parallel_size)]
-        self.ps = [each.process for each in self._ranks]
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-ranks", daemon=True)
+        self._ranks: list[RankProcess] = []
+        try:
+            for rank in range(1, config.tensor_parallel_size):
+                self._ranks.append(self._start(config, rank, port, parts))
+        except BaseException:
+            self.stop()
+            raise
+        self.ps = [each.process for each in self._ranks]
         self._watcher.start()
 
     def _start(self, config: Config, rank: int, port: int, parts: Parts) -> RankProcess:
@@ -193,7 +220,7 @@ class RankGroup(RankLink):
         stderr = TemporaryFile()
         their_stderr = Connection(os.dup(stderr.fileno()), readable=False)  # so that it travels
         args = (config, rank, self.channel.handle(rank - 1), port, their_reports, their_stderr, parts.portable())
-        process = ctx.Process(target=run_rank, args=args, name=f"nanovllm-rank-{rank}", daemon=True)
+        process = ctx.Process(target=run_rank, args=args, name=f"{PROCESS_NAME}{rank}", daemon=True)
         # Ctrl-C goes to every process of a terminal. The mask is inherited, so this one will not see it. (Python's
         # resource tracker must run already: starting it with the first process would take SIGINT off the mask.)
         resource_tracker.ensure_running()
@@ -206,15 +233,9 @@ class RankGroup(RankLink):
         their_stderr.close()
         return RankProcess(rank, process, reports, stderr)
 
-    def tensor_parallel_group(self, device: torch.device) -> TPGroup:
-        """Meet the other ranks. Raises `EngineDeadError` or `ConfigError` if one of them does not come."""
-        self.collectives.device = device
+    def meet(self) -> None:
         self._wait_for("connecting", "ready")
         self._join()
-        return TPGroup(0, self.collectives.size, self.collectives)
-
-    def smallest(self, value: int) -> int:
-        return self.collectives.smallest(value)
 
     def wait_ready(self, timeout: float = 3600.0) -> None:
         """Wait until every rank has built its runner. Raises as `check` does."""
@@ -234,8 +255,10 @@ class RankGroup(RankLink):
             yield
             return
         self.check()
+        threads = torch.get_num_threads()
         try:
             self._is_settled = False
+            torch.set_num_threads(share_of_cores(self.collectives))
             self.channel.write(method, (self._generation, args))
             self._join()
             yield
@@ -249,6 +272,8 @@ class RankGroup(RankLink):
             elif not self._is_settled:
                 self._regroup()
             raise
+        finally:
+            torch.set_num_threads(threads)
 
     def settle(self) -> None:
         self._is_settled = True
@@ -279,7 +304,8 @@ class RankGroup(RankLink):
             each.process.join(patience)
             each.process.kill()
             each.process.join()
-        self._watcher.join()
+        if self._watcher.is_alive():
+            self._watcher.join()
         self.collectives.close()
         self.channel.close()
         for each in self._ranks:
@@ -360,16 +386,15 @@ class RankGroup(RankLink):
             return
         obituary = each.obituary()
         if each.process.exitcode == NO_GUARD:
-            script = getattr(sys.modules["__main__"], "__file__", "the main script")
             self._die(ConfigError(
-                f"rank {each.rank} could not start: {script} builds an LLM while it is imported, and the processes of "
-                'ranks above 0 import the main script first; put its code under `if __name__ == "__main__":`'
+                f"rank {each.rank} could not start: {main_script()} builds an LLM while it is imported, and the "
+                'processes of ranks above 0 import it first; put its code under `if __name__ == "__main__":`'
             ))  # fmt: skip
         else:
             self._die(EngineDeadError(f"{obituary}\nThe engine is closed; build a new LLM."))
 
 
-class WorkerLink(RankLink):
+class WorkerLink(JointLink):
     """The link of a rank above 0, in its own process."""
 
     def __init__(self, collectives: Collectives, channel: MessageChannel, reports: Connection) -> None:
@@ -381,14 +406,9 @@ class WorkerLink(RankLink):
         """Tell rank 0's watching thread."""
         self.reports.send((kind, self.collectives.generation, text))
 
-    def tensor_parallel_group(self, device: torch.device) -> TPGroup:
-        self.collectives.device = device
+    def meet(self) -> None:
         self.report("connecting")
         self.collectives.join(0)
-        return TPGroup(self.collectives.rank, self.collectives.size, self.collectives)
-
-    def smallest(self, value: int) -> int:
-        return self.collectives.smallest(value)
 
     def serve(self, runner: ModelRunner) -> None:
         """Run what rank 0 says, until it says "exit"."""
@@ -416,7 +436,7 @@ def start_ranks(config: Config, parts: Parts) -> RankLink:
     """
     if config.tensor_parallel_size == 1:
         return RankLink()
-    if getattr(current_process(), "_inheriting", False):
+    if getattr(current_process(), "_inheriting", False) and current_process().name.startswith(PROCESS_NAME):
         sys.exit(NO_GUARD)  # this is a rank that is importing the caller's script: see RankGroup._on_end
     ModelConfig.from_hf(config.hf_config).heads_on_rank(TPGroup(size=config.tensor_parallel_size))
     select_device(config.device, config.tensor_parallel_size - 1)
@@ -427,6 +447,11 @@ def start_ranks(config: Config, parts: Parts) -> RankLink:
     return RankGroup(config, parts)
 
 
+def main_script() -> str:
+    """What a spawned process imports before anything else."""
+    return getattr(sys.modules["__main__"], "__file__", None) or "the main script"
+
+
 def run_rank(
     config: Config, rank: int, handle: ChannelHandle, port: int, reports: Connection, stderr: Connection,
     replacements: dict[str, str],
@@ -435,13 +460,18 @@ def run_rank(
     os.dup2(stderr.fileno(), 2)
     faulthandler.enable()
     threading.Thread(target=end_with_parent, name="nanovllm-parent", daemon=True).start()
-    size, parts = config.tensor_parallel_size, Parts(replacements)
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // size)))
-    channel = parts.resolve(MessageChannel).attach(handle)
-    link = WorkerLink(Collectives(rank, size, port), channel, reports)
+    parts = Parts(replacements)
+    collectives = Collectives(rank, config.tensor_parallel_size, port)
+    torch.set_num_threads(share_of_cores(collectives))
+    link = WorkerLink(collectives, parts.resolve(MessageChannel).attach(handle), reports)
     link.serve(parts.resolve(ModelRunner)(config, rank, link, parts))
     sys.stdout.flush()
     os._exit(0)  # rank 0 waits, and the interpreter's own way out takes seconds
+
+
+def share_of_cores(collectives: Collectives) -> int:
+    """Threads for one rank: more of them than cores would wait for each other at every step."""
+    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // collectives.size))
 
 
 @contextmanager

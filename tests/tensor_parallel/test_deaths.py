@@ -16,8 +16,11 @@ from nanovllm.worker.tensor_parallel import RankGroup, RankProcess
 from tests.tensor_parallel import faulty
 from tests.tensor_parallel.helpers import PROMPTS, build, cold_tokens, holdings, is_running
 from tests.tensor_parallel.helpers import faulty as part
+from tests.tiny_models import make_tiny_model
 
 PATIENCE = 10.0  # seconds, the promise
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +136,24 @@ def test_dies_while_it_builds_its_runner(tiny_model_dir: Path, name: str, words:
         assert word in str(caught.value)
 
 
+def test_one_process_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is ended again."""
+    model = make_tiny_model(tmp_path, num_attention_heads=6, num_key_value_heads=6, intermediate_size=96)
+    start = RankGroup._start
+
+    def fail_at_rank_2(self: RankGroup, config: Any, rank: int, *args: Any) -> RankProcess:
+        if rank == 2:
+            raise BlockingIOError("planted: no more processes")
+        return start(self, config, rank, *args)
+
+    monkeypatch.setattr(RankGroup, "_start", fail_at_rank_2)
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        build(model, 3)
+
+
 @pytest.mark.slow
 def test_one_of_three_dies_and_the_caller_waits_for_the_other(tmp_path: Path) -> None:
     """Rank 0 waits in an all-reduce for rank 2, which waits for rank 1: only ending rank 2 brings rank 0 out of it."""
-    from tests.tiny_models import make_tiny_model
-
     model = make_tiny_model(tmp_path, num_attention_heads=6, num_key_value_heads=6, intermediate_size=96)
     llm = build(model, 3, parts={"VocabParallelEmbedding": part("Embedding")})
     dies(lambda: cold_tokens(llm, [[*faulty.SIGNAL, faulty.KILL]]), "was killed by SIGKILL")

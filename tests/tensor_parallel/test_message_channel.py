@@ -19,7 +19,7 @@ def same(a: Any, b: Any) -> bool:
     """Equal values of equal types, arrays compared by dtype, shape and content."""
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
-    if isinstance(a, tuple | list):
+    if isinstance(a, tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and a == b
 
@@ -69,17 +69,14 @@ STEP = (
         (),
         STEP,
         (1, -(1 << 70), 2.5, float("inf"), "Grüße \N{SNOWMAN}", b"\x00\xff", None, True),
-        ((STEP, [1, (2, STEP[0])]), {"rows": STEP[1], 3: ()}),
+        (STEP, (1, (2, STEP[0], ())), (STEP[1],)),
         (np.arange(12).reshape(3, 4).T, np.arange(10)[::3]),
     ],
 )
 def test_encode_and_decode_are_inverse(args: tuple[Any, ...]) -> None:
     method, back = decode(bytearray(encode("run", args)))
     assert method == "run"
-    if args and isinstance(args[-1], dict):
-        assert same(args[0], back[0]) and same(list(args[1].items()), list(back[1].items()))
-    else:
-        assert same(args, back)
+    assert same(args, back)
 
 
 def test_decoded_arrays_are_aligned_and_writable() -> None:
@@ -98,8 +95,8 @@ def test_numpy_scalars_and_named_tuples_become_plain_values() -> None:
     assert type(rows) is tuple and type(rows[1]) is int and same(rows, (np.arange(2), 7))
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, 1j, np.array([object()]), np.array(["text"]), threading, range(3)])
-@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: (1, [value]), lambda value: {"key": value}])
+@pytest.mark.parametrize("value", [object(), [1], {1: 2}, 1j, np.array([object()]), np.array(["text"]), threading])
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: (1, (value,))])
 def test_live_objects_are_refused_by_name(value: Any, wrap: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=f"not {type(value).__name__}"):
         encode("run", (wrap(value),))

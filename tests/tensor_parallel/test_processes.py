@@ -13,6 +13,8 @@ import pytest
 
 from tests.tensor_parallel.helpers import is_running, parent_of
 
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
+
 ROOT = Path(__file__).parents[2]
 ENGINE = """
 from nanovllm import LLM, SamplingParams
@@ -103,6 +105,15 @@ if __name__ == "__main__":
     assert (process.returncode, err) == (0, "")
     assert out.count(",") == 3
     assert not is_running(int(out.split()[0]))
+
+
+@pytest.mark.slow
+def test_a_script_that_cannot_be_imported(tiny_model_dir: Path, running: list[subprocess.Popen[str]]) -> None:
+    process = start(running, "-", stdin=subprocess.PIPE)
+    body = ENGINE.format(model=str(tiny_model_dir)) + "\nif __name__ == '__main__': engine()\n"
+    _, err = process.communicate(body, timeout=120)
+    assert process.returncode == 1
+    assert "EngineDeadError: rank 1" in err and "stdin cannot be imported" in err and "FileNotFoundError" in err
 
 
 WHERE = {
