@@ -4,6 +4,7 @@
     latency      one batch of 1, 8 and 64 streams
     decode       steps of one batch size at one context, against the bytes that they must read
     cpu          the default model on this CPU, beside transformers and llama.cpp
+    viz          what a live dashboard costs while generate runs
 """
 
 import sys
@@ -14,6 +15,7 @@ COMMANDS = {
     "latency": "nanovllm.bench.latency",
     "decode": "nanovllm.bench.decode",
     "cpu": "nanovllm.bench.cpu",
+    "viz": "nanovllm.bench.viz",
 }
 
 

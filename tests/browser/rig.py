@@ -4,6 +4,7 @@ Needs only a Chromium on the PATH (or named in CHROMIUM) and Playwright's Python
 Everything that the server and the browser write lies in one temporary folder.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -48,9 +49,12 @@ def write_notebook(path: Path, cells: list[str]) -> Path:
 
 
 class Lab:
-    """One server and one browser for many notebooks, which lie in `folder`. Starts in about 3 s."""
+    """One server and one browser for many notebooks, which lie in `folder`. Starts in about 3 s.
 
-    def __init__(self, python: str = sys.executable, env: dict[str, str] | None = None) -> None:
+    kernel: the Python that runs the notebooks, if it is not the server's own.
+    """
+
+    def __init__(self, kernel: Path | None = None) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="nanovllm-lab-"))
         self.folder = self.home / "notebooks"
         self.folder.mkdir()
@@ -62,17 +66,22 @@ class Lab:
             path = self.home / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
+        if kernel is not None:
+            path = self.home / "data/kernels/python3/kernel.json"
+            path.parent.mkdir(parents=True)
+            argv = [str(kernel), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+            path.write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
         folders = {"CONFIG_DIR": "config", "RUNTIME_DIR": "runtime", "DATA_DIR": "data"}
         own = {f"JUPYTER_{name}": str(self.home / folder) for name, folder in folders.items()}
         own |= {"JUPYTERLAB_SETTINGS_DIR": str(self.home / "settings"), "IPYTHONDIR": str(self.home / "ipython"),
                 "JUPYTERLAB_WORKSPACES_DIR": str(self.home / "workspaces"), "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(Path(__file__).parents[2]),
-                "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
-        command = [python, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
+                "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
+        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
                    "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={self.port}", "--ServerApp.port_retries=0",
                    f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={self.folder}"]  # fmt: skip
         with open(self.home / "server.log", "wb") as log:
-            environment = {**os.environ, **own, **(env or {})}
+            environment = {**os.environ, **own}
             self.server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def __enter__(self) -> Self:
