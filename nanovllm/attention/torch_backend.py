@@ -111,7 +111,9 @@ class TorchAttention(AttentionBackend):
 
     def decode_rows(self, metadata: AttentionMetadata, dtype: torch.dtype, token_bytes: int) -> list[DecodeRows]:
         """The decode rows, in parts whose gathered keys stay below `GATHER_BYTES`: that bounds the memory."""
-        tables, lens = metadata.block_tables, metadata.context_lens.long().clamp(min=1)[: metadata.num_decodes, None]
+        lens = metadata.context_lens[: metadata.num_decodes, None].long()
+        # A padded row has no block, so not even the first entry of its table may be looked up: it reads slot 0 instead.
+        tables, lens = metadata.block_tables[: metadata.num_decodes].masked_fill(lens == 0, 0), lens.clamp(min=1)
         most = max(1, GATHER_BYTES // (token_bytes * max(metadata.max_context_len, 1)))
         parts = []
         for start in range(0, metadata.num_decodes, most):
@@ -140,12 +142,9 @@ class TorchAttention(AttentionBackend):
         return rows
 
     def slots(self, block_tables: Tensor, positions: Tensor) -> Tensor:
-        """Slots [B, S] of positions [B, S]. Block size 16, table (7, 2, 9): position 35 -> 9 * 16 + 35 % 16 = 147.
-
-        A padded row has no blocks, and whatever stands in its table: it reads block 0, and its result is not used.
-        """
+        """Slots [B, S] of positions [B, S]. Block size 16, table (7, 2, 9): position 35 -> 9 * 16 + 35 % 16 = 147."""
         blocks = block_tables.long().gather(1, positions // self.block_size)
-        return blocks.clamp(min=0) * self.block_size + positions % self.block_size
+        return blocks * self.block_size + positions % self.block_size
 
 
 def additive(unseen: Tensor, dtype: torch.dtype) -> Tensor:
