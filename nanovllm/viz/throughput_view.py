@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from nanovllm.viz.recorder import Moment
 from nanovllm.viz.scene import Scene, text_width
 from nanovllm.viz.views import GAP, TITLE, Box, View
-from nanovllm.viz.words import hit_rate, number, rate, run_words
+from nanovllm.viz.words import duration, hit_rate, number, rate, run_words
 
 CHART_H = 96.0
 Values = NDArray[np.float64]
@@ -28,7 +28,7 @@ class ThroughputView(View):
 
     def summary(self, moment: Moment) -> str:
         totals = moment.totals
-        text = f"{int(totals['steps']):,} steps, {totals['seconds']:.2f} s of work · "
+        text = f"{int(totals['steps']):,} steps, {duration(totals['seconds'])} of work · "
         return text + f"{int(totals['prefill_tokens']):,} prefill and {int(totals['decode_tokens']):,} decode tokens"
 
     def words(self, moment: Moment) -> str:
@@ -65,8 +65,8 @@ class ThroughputView(View):
         scene.line([plot.x, plot.x + plot.w], [plot.y + plot.h] * 2, "line")
         scene.line([plot.x, plot.x + plot.w], [plot.y] * 2, "line", is_dashed=True)
         scene.text(plot.x + plot.w, plot.y - 6, top, 9, color="muted", align="r")
-        scene.text(plot.x, plot.y + plot.h + 9, "0 s", 9, color="muted")
-        scene.text(plot.x + plot.w, plot.y + plot.h + 9, f"{seconds:.2f} s", 9, color="muted", align="r")
+        scene.text(plot.x, plot.y + plot.h + 9, "0", 9, color="muted")
+        scene.text(plot.x + plot.w, plot.y + plot.h + 9, duration(seconds), 9, color="muted", align="r")
         return plot
 
     def _paint_bars(self, scene: Scene, box: Box, edges: Values, rates: Values, phase: str, mean: str) -> None:

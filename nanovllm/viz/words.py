@@ -62,7 +62,7 @@ def run_words(totals: dict[str, float], num_sequences: int) -> str:
     """A run in one line."""
     parts = [
         plural(int(totals["steps"]), "step"),
-        f"{totals['seconds']:.2f} s",
+        duration(totals["seconds"]),
         f"{plural(num_sequences, 'sequence')} ({int(totals['finished']):,} ended)",
         f"prefill {plural(int(totals['prefill_tokens']), 'token')} at {rate(totals, 'prefill')} tok/s",
         f"decode {plural(int(totals['decode_tokens']), 'token')} at {rate(totals, 'decode')} tok/s",
@@ -81,6 +81,10 @@ def rate(totals: dict[str, float], phase: str) -> str:
 
 def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
 def hit_rate(totals: dict[str, float]) -> float:
