@@ -37,6 +37,7 @@ class DecodeRows:
     end: int
     slots: Tensor  # [end - start, S]; a row shorter than S repeats its last slot
     mask: Tensor | None  # [end - start, 1, 1, S], 0 or -inf; None: all rows are S long
+    padded: Tensor | None  # [rows, 1, 1], True: a row without context, whose result is zeros; None: there is none
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,7 +90,8 @@ class TorchAttention(AttentionBackend):
         v = v_flat.index_select(0, slots).view(shape).transpose(1, 2)
         grouped = q.reshape(B, self.num_kv_heads, -1, self.head_dim)  # [B, K, G, H]
         out = F.scaled_dot_product_attention(grouped, k, v, rows.mask, scale=self.scale)
-        return out.reshape(B, self.num_heads, self.head_dim)
+        out = out.reshape(B, self.num_heads, self.head_dim)
+        return out if rows.padded is None else out.masked_fill(rows.padded, 0)
 
     def prefill(self, q: Tensor, k_flat: Tensor, v_flat: Tensor, row: PrefillRow) -> Tensor:
         """One row's queries, behind whatever part of its context was there before: [query_len, N, H]."""
@@ -113,7 +115,9 @@ class TorchAttention(AttentionBackend):
         """The decode rows, in parts whose gathered keys stay below `GATHER_BYTES`: that bounds the memory."""
         lens = metadata.context_lens[: metadata.num_decodes, None].long()
         # A padded row has no block, so not even the first entry of its table may be looked up: it reads slot 0 instead.
-        tables, lens = metadata.block_tables[: metadata.num_decodes].masked_fill(lens == 0, 0), lens.clamp(min=1)
+        padded, lens = lens == 0, lens.clamp(min=1)
+        tables = metadata.block_tables[: metadata.num_decodes].masked_fill(padded, 0)
+        any_padded = bool(padded.any())
         most = max(1, GATHER_BYTES // (token_bytes * max(metadata.max_context_len, 1)))
         parts = []
         for start in range(0, metadata.num_decodes, most):
@@ -121,7 +125,8 @@ class TorchAttention(AttentionBackend):
             keys = torch.arange(int(part.max()), device=lens.device)
             slots = self.slots(tables[start : start + most], torch.minimum(keys, part - 1))
             mask = None if len(part) == 1 else additive(keys >= part, dtype)[:, None, None]
-            parts.append(DecodeRows(start, start + len(part), slots, mask))
+            without = padded[start : start + most, :, None] if any_padded else None
+            parts.append(DecodeRows(start, start + len(part), slots, mask, without))
         return parts
 
     def prefill_rows(self, metadata: AttentionMetadata, dtype: torch.dtype) -> list[PrefillRow]:
