@@ -340,7 +340,7 @@ class LLMEngine:
                 with self._entered("stream()") as interrupt:
                     if seq.seq_id < 0:
                         self._readers[self.scheduler.add(seq)] = pieces
-                        weakref.finalize(pieces, self._abandoned.append, seq.seq_id)
+                        weakref.finalize(pieces, abandon, weakref.ref(self), seq.seq_id)
                     try:
                         self._keep([other for other in self._step(interrupt)[0] if other.is_finished])
                         interrupt.check()
@@ -354,15 +354,18 @@ class LLMEngine:
             if piece:
                 yield piece
         finally:
-            # A forgotten iterator is closed by the garbage collector, at any moment and in any thread. Where its
-            # request cannot be given up now, or this very line is interrupted, the end of `pieces` sees to it.
-            with DeferredInterrupt():
-                self._abandoned.append(seq.seq_id)
-                if self._door.acquire(blocking=False):
-                    try:
-                        self._abort_abandoned()
-                    finally:
-                        self._door.release()
+            self._abandon(seq.seq_id)  # where this very line is interrupted, the end of `pieces` sees to it
+
+    def _abandon(self, seq_id: int) -> None:
+        """Give up the request of an iterator that was closed or forgotten: by the garbage collector, at any moment and
+        in any thread. In the middle of a call it has to wait for the next step."""
+        with DeferredInterrupt():
+            self._abandoned.append(seq_id)
+            if self._door.acquire(blocking=False):
+                try:
+                    self._abort_abandoned()
+                finally:
+                    self._door.release()
 
     # ---- watching ------------------------------------------------------------------------------------------------
 
@@ -615,6 +618,13 @@ def report(message: str) -> None:
         warnings.warn(message, stacklevel=3)
     except Warning:
         print(message, file=sys.stderr)
+
+
+def abandon(engine: "weakref.ref[LLMEngine]", seq_id: int) -> None:
+    """`LLMEngine._abandon`, if there still is an engine."""
+    alive = engine()
+    if alive is not None:
+        alive._abandon(seq_id)
 
 
 def end_ranks(ranks: RankLink) -> None:

@@ -333,7 +333,7 @@ def test_a_failing_call_leaves_the_door_open(llm: LLM) -> None:
 def test_an_interrupt_while_an_engine_is_built(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, children = threading.active_count(), child_processes()
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "_allocate_kv_cache", lambda self: signal.raise_signal(signal.SIGINT))
+        patch.setattr(ModelRunner, "_allocate_kv_cache", lambda *args: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             build(tiny_model_dir)
     with build(tiny_model_dir) as llm:

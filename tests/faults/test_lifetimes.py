@@ -169,7 +169,7 @@ def test_the_interpreter_ends_with_an_engine_alive(tiny_model_dir: Path) -> None
         f"print(len(llm.chat({MESSAGES!r}, cold(3))['token_ids']))\n"
         "pieces = llm.stream(PROMPTS[0], cold(50)); next(pieces); llm.add_request(PROMPTS[1])\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert (result.returncode, result.stdout.strip()) == (0, "3"), result.stderr
     assert "Error" not in result.stderr and "ignored" not in result.stderr, result.stderr
 
