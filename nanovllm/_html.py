@@ -7,7 +7,6 @@ from html import escape
 from itertools import islice
 from typing import Any
 
-
 CELL = "text-align:left;vertical-align:top;padding:2px 10px 2px 0"  # no colours: the page's own, light or dark
 MAX_ENTRIES = 12
 
