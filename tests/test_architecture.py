@@ -50,7 +50,7 @@ ALLOWED = {
 READS_ALL = ENGINE_PARTS | {"engine.llm_engine", "llm", "hub", "gguf_model", "diagnosis", "demo", "bench", "cli"}
 
 # Optional dependencies, and transformers where only an engine needs it: these may be imported inside a function.
-LATE_IMPORTS = {"triton", "flash_attn", "matplotlib", "ipywidgets", "anywidget", "IPython"}
+LATE_IMPORTS = {"triton", "flash_attn", "matplotlib", "ipywidgets", "anywidget", "IPython", "jupyter_client"}
 # So may the modules of our own that begin with importing an optional dependency.
 NEEDS_OPTIONAL = {
     "nanovllm.attention.flash_backend",
@@ -100,7 +100,7 @@ def is_allowed(importer: str, imported: str) -> bool:
         return True
     if other == "__version__":
         return part not in ENGINE
-    allowed = ALLOWED.get(part, READS_ALL)
+    allowed = ALLOWED.get(part, READS_ALL | ({"viz"} if module_of(path) == "bench.viz" else set()))
     return other in allowed or any(imported == name or imported.startswith(name + ".") for name in allowed)
 
 

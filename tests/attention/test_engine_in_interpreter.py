@@ -1,4 +1,4 @@
-"""The whole engine with the Triton backend and the fused layers, in Triton's interpreter: the torch backend's tokens."""
+"""The whole engine with Triton backend and fused layers, in Triton's interpreter: the torch backend's tokens."""
 
 from pathlib import Path
 

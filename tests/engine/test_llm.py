@@ -1,4 +1,4 @@
-"""The course's contracts and the corner cases of issue and design, on a tiny model (see test_equals_transformers too)."""
+"""The course's contracts and the corner cases of the design, on a tiny model (see test_equals_transformers too)."""
 
 import json
 import warnings
@@ -68,9 +68,11 @@ def test_config_has_the_courses_fields_first_and_with_its_defaults(tiny_model_di
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("kvcache_block_size", 100), ("kvcache_block_size", 16), ("kvcache_block_size", 0), ("kvcache_block_size", -256),
+        ("kvcache_block_size", 100), ("kvcache_block_size", 16), ("kvcache_block_size", 0),
+        ("kvcache_block_size", -256),
         ("tensor_parallel_size", 0), ("tensor_parallel_size", 9), ("max_num_seqs", 0), ("max_num_batched_tokens", 0),
-        ("max_model_len", 1.5), ("gpu_memory_utilization", 0), ("gpu_memory_utilization", 1.5), ("num_kvcache_blocks", 0),
+        ("max_model_len", 1.5), ("gpu_memory_utilization", 0), ("gpu_memory_utilization", 1.5),
+        ("num_kvcache_blocks", 0),
         ("scheduling_policy", "fair"), ("dtype", "float64"), ("attention_backend", "xformers"), ("seed", -1),
         ("enforce_eager", 1),
     ],

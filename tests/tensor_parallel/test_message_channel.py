@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from nanovllm.worker.message_channel import ChannelHandle, MessageChannel, PipeEvent, decode, encode
+from tests.tensor_parallel.helpers import named_shared_memory
 
 Messages = list[tuple[str, tuple[Any, ...]]]
 
@@ -229,7 +230,7 @@ def test_pipe_event() -> None:
 
 
 def shared_memory_names() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    return named_shared_memory() if os.path.isdir("/dev/shm") else set()
 
 
 def echo(handle: ChannelHandle, results: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.tensor_parallel.helpers import is_running, parent_of
+from tests.tensor_parallel.helpers import is_running, named_shared_memory, parent_of
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
 
@@ -127,10 +127,13 @@ WHERE = {
     "where", ["in a step", *(pytest.param(each, marks=pytest.mark.slow) for each in ("idle", "at start-up"))]
 )
 def test_ranks_go_with_a_caller_that_is_killed(
-    where: str, tmp_path: Path, tiny_model_dir: Path, running: list[subprocess.Popen[str]]
+    where: str, tmp_path: Path, tiny_model_dir: Path, running: list[subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = set(os.listdir("/dev/shm"))
-    temporary = set(os.listdir("/tmp"))
+    before = named_shared_memory()
+    temporary = tmp_path / "temporary"  # of its own: other tests use /tmp at the same time
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     body = f"""
 import time
 if __name__ == "__main__":
@@ -153,8 +156,8 @@ if __name__ == "__main__":
     process.wait()
     assert wait_until(lambda: not any(map(is_running, pids)), patience())  # at start-up: when the imports are done
     assert "leaked" not in process.communicate()[1]
-    assert set(os.listdir("/dev/shm")) <= before
-    assert not [name for name in set(os.listdir("/tmp")) - temporary if "nanovllm" in name or "pym-" in name]
+    assert named_shared_memory() <= before
+    assert not os.listdir(temporary)
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def expected_arrays(seqs: list[Sequence]) -> dict[str, Any]:
 def compare_arrays(answer: Answer, got: Any, seqs: list[Sequence]) -> None:
     """Field by field: values, and the dtypes of arrays."""
     for name, expected in expected_arrays(seqs).items():
-        value = getattr(got, name, None)
+        value: Any = getattr(got, name, None)
         if not isinstance(expected, tuple):
             answer.equal(value, expected, f"{name}: {answer.rule}")
             continue

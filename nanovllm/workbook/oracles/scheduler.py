@@ -97,7 +97,7 @@ class SlowScheduler:
         return rows
 
     def newcomers(self, left: int) -> list[tuple[str, int]]:
-        rows = []
+        rows: list[tuple[str, int]] = []
         while left > 0 and self.waiting and len(self.running) < self.seats:
             request = self.waiting[0]
             if not self.pool.can_allocate(request.tokens):
