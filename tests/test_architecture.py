@@ -46,7 +46,7 @@ ALLOWED = {
     "llm": {"engine.llm_engine"},
     "viz": BASE | {"engine.events"},
 }
-# The rest (hub, command line, bench, workbook) may read all, save that nothing but the workbook reads it or viz.
+# The rest (hub, command line, bench, workbook) may read all, save that only the workbook and the bench of viz read viz.
 READS_ALL = ENGINE_PARTS | {"engine.llm_engine", "llm", "hub", "gguf_model", "diagnosis", "demo", "bench", "cli"}
 
 # Optional dependencies, and transformers where only an engine needs it: these may be imported inside a function.
@@ -100,7 +100,7 @@ def is_allowed(importer: str, imported: str) -> bool:
         return True
     if other == "__version__":
         return part not in ENGINE
-    allowed = ALLOWED.get(part, READS_ALL | ({"viz"} if module_of(path) == "bench.viz" else set()))
+    allowed = ALLOWED.get(part, READS_ALL | ({"viz"} if importer == "bench.viz" else set()))
     return other in allowed or any(imported == name or imported.startswith(name + ".") for name in allowed)
 
 
