@@ -128,7 +128,8 @@ def test_an_interrupt_before_any_bytecode(llm: LLM, answer: list[list[int]], cal
     for moment in rng.sample(range(1, total + 1), 40):
         with suppress(KeyboardInterrupt), pricked(moment) as pin:
             call(llm)
-            assert pin.count < moment or moment > total - 50, "the interrupt got lost"
+            # At the very end the answer is there, and what is left runs in a finalizer, which can raise nothing.
+            assert pin.count < moment or moment > total - 120, "the interrupt got lost"
         interrupted += pin.count >= moment
         settle(llm, call)
         assert_whole(llm)
