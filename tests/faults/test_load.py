@@ -225,14 +225,16 @@ class Mischief:
         timer = None
         if self.rng.random() < 0.15:
             timer = threading.Timer(self.rng.uniform(0, 0.03), os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
         self.counts["calls"] += 1
         try:
             try:
+                if timer is not None:
+                    timer.start()  # the signal may come before this returns
                 call()
             finally:
                 if timer is not None:
-                    timer.join()
+                    while timer.is_alive() or timer.ident is None:
+                        time.sleep(0.001)
                     time.sleep(0.001)
         except KeyboardInterrupt:
             self.counts["interrupts"] += 1
