@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,17 +72,33 @@ class Collectives:
         self.generation = -1
         self.on_failure: Callable[[], None] = lambda: None  # raises the reason, if it is known
         self._group: Any = None
+        self._joining = -1  # the generation that a `join` is on its way to, if nobody left meanwhile
+        self._lock = threading.Lock()
+        self._decisions: dict[int, str] = {}  # rank 0: about each generation
         self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             LOOPBACK, port, None, listener is not None, PATIENCE, wait_for_workers=False, master_listen_fd=listener
         )
 
     def join(self, generation: int) -> None:
-        """Meet the other ranks in the group of that generation; returns when all are there."""
-        if generation == self.generation:  # perhaps left already; then the peers have yet to notice
-            return
-        self.leave()
-        self.generation = generation
-        store = dist.distributed_c10d.PrefixStore(str(generation), self._store)
+        """Meet the other ranks in the group of that generation; returns when each is connected with each.
+
+        Rank 0 waits until all are there and says "go"; from then on nobody turns back. (One that left while two others
+        were still connecting would leave them waiting for each other.) Raises `PeerLostError` if rank 0 calls it off.
+        """
+        with self._lock:
+            if generation <= self.generation:  # perhaps left already; then the peers have yet to notice
+                return
+            self.generation = self._joining = generation
+            self._group = None
+        store = self._store_of(generation)
+        if self.rank == 0:
+            self._see_all(generation, "here")
+            decision = self.decide(generation, "go")
+        else:
+            store.set(f"here {self.rank}", "")
+            decision = store.get("decision").decode()
+        if decision != "go":
+            raise PeerLostError(f"generation {generation} was called off")
         group: Any
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -94,12 +111,39 @@ class Collectives:
             options._timeout = PATIENCE
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
             group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
-        if generation == self.generation:
-            self._group = group
+        self._see_all(generation, "connected")
+        with self._lock:
+            if self._joining == generation:
+                self._group = group
+
+    def decide(self, generation: int, decision: str) -> str:
+        """Rank 0: whether that generation meets, "go" or "called off". The first decision holds; returns it."""
+        decided = self._decisions.setdefault(generation, decision)
+        if decided == decision and self._store is not None:
+            self._store_of(generation).set("decision", decision)
+        return decided
+
+    def _store_of(self, generation: int) -> Any:
+        return dist.distributed_c10d.PrefixStore(str(generation), self._store)
+
+    def _see_all(self, generation: int, word: str) -> None:
+        """Leave a word in the store; return when every rank has left it, or when the generation is called off."""
+        store = self._store_of(generation)
+        store.set(f"{word} {self.rank}", "")
+        words = [f"{word} {rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + PATIENCE.total_seconds()
+        while not store.check(words) and self._decisions.get(generation) != "called off":
+            if self._store is None or time.monotonic() > deadline:
+                raise RuntimeError(f"rank {self.rank} waited for the others to be {word}, in vain")
+            time.sleep(0.001)
 
     def leave(self) -> None:
-        """Give the group up, even while a kernel waits in it; on CPUs the peers' collectives fail."""
-        group, self._group = self._group, None
+        """Give the group up, even while a kernel waits in it; on CPUs the peers' collectives fail.
+
+        The group of a `join` that has not returned is given up as soon as that has met the others.
+        """
+        with self._lock:
+            group, self._group, self._joining = self._group, None, -1
         if group is not None and self.device.type == "cuda":
             # Kernels that wait for a peer come back at once. `abort` itself may wait, for captured graphs to be gone.
             aborting = threading.Thread(target=group.abort, name="nanovllm-abort", daemon=True)
@@ -132,6 +176,7 @@ class Collectives:
     def _run(self, name: str, *args: Any) -> "Collectives":
         if hasattr(args[-1], "asyncOp"):
             args[-1].asyncOp = False  # NCCL: in the stream of the layers, which saves two hand-overs
+        work: Any = None
         try:
             if self._group is None:
                 raise PeerLostError(f"rank {self.rank} has left the group after a failed step")
@@ -141,6 +186,10 @@ class Collectives:
         except RuntimeError as error:
             self.on_failure()
             raise PeerLostError(f"{name}: {error}") from error
+        finally:
+            # It keeps gloo's connections open, and who keeps the error (a notebook does) keeps this frame: the rank
+            # would have left in name only, and its peers would wait for it.
+            work = None
         return self
 
 
@@ -337,9 +386,10 @@ class RankGroup(JointLink):
         while thread.is_alive():
             thread.join(0.05)
             self.check()
-        if failures:
+        if failures:  # not by a peer that turned back, so it is for good
             self._explain()
-            raise failures[0]
+            self._die(EngineDeadError(f"the ranks cannot be connected: {failures[0]}"))
+            self.check()
 
     def _explain(self, patience: float = GRACE) -> None:
         """After a failed collective: raise what made it fail, which may become known only in a moment."""
@@ -352,6 +402,7 @@ class RankGroup(JointLink):
         with self._news:
             self._generation += 1
             self._failure = None
+        self.collectives.decide(self._generation - 1, "called off")  # if rank 0 did not come as far as to join it
         self.collectives.leave()
 
     def _die(self, death: NanoVLLMError) -> None:
@@ -418,7 +469,11 @@ class WorkerLink(JointLink):
         while method != "exit":
             method, (generation, args) = self.channel.read()
             try:
-                self.collectives.join(generation)
+                if method != "exit":
+                    self.collectives.join(generation)
+            except PeerLostError:
+                continue  # any other failure to join ends this rank, because some peer may wait for it
+            try:
                 getattr(runner, method)(*args)
             except Exception as error:
                 if self.collectives.device.type == "cuda":

@@ -3,12 +3,14 @@
 import gc
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nanovllm.layers.parallel import TPGroup
 from nanovllm.worker.tensor_parallel import LOOPBACK, Collectives, PeerLostError
@@ -83,6 +85,94 @@ def test_one_that_leaves_takes_the_others_out_of_their_step(ranks: Ranks, leaver
     ranks.run(lambda each: each.join(1))
     size = len(ranks.all)
     assert all(torch.equal(got, torch.full((3,), size * (size + 1) / 2)) for got in ranks.run(total))
+
+
+def test_a_rank_has_left_although_its_error_is_kept() -> None:
+    """As a notebook keeps the last one. Rank 1 waits in a ring for rank 2, which has failed for want of rank 0."""
+    ranks = Ranks(3)
+
+    def step(each: Collectives) -> PeerLostError:
+        with pytest.raises(PeerLostError) as caught:
+            total(each)
+        each.leave()
+        return caught.value
+
+    ranks.all[0].leave()
+    kept = ranks.pool.submit(step, ranks.all[2]).result(30)
+    waiting = ranks.pool.submit(step, ranks.all[1])
+    try:
+        assert isinstance(waiting.result(30), PeerLostError)
+    finally:
+        del kept
+        ranks.close()
+
+
+def test_nobody_leaves_while_others_are_still_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that are connected with the leaver, but not with each other yet, would wait for each other."""
+    ranks, real, order = Ranks(3), dist.ProcessGroupGloo, []
+
+    class SlowOnRank0(real):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Any, rank: int, *args: Any) -> None:
+            super().__init__(store, rank, *args)
+            if rank == 0:
+                time.sleep(0.3)
+                order.append("connected")
+
+    def join_and_leave(each: Collectives) -> None:
+        each.join(1)
+        order.append("joined")
+        each.leave()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupGloo", SlowOnRank0)
+        assert ranks.run(join_and_leave) == [None] * 3
+    assert order == ["connected", "joined", "joined", "joined"]
+    ranks.close()
+
+
+def test_a_generation_that_rank_0_calls_off(ranks: Ranks) -> None:
+    """It was interrupted between telling the others and joining them."""
+    zero, *others = ranks.all
+    on_their_way = [ranks.pool.submit(each.join, 1) for each in others]
+    assert zero.decide(1, "called off") == "called off"
+    assert all(isinstance(future.exception(30), PeerLostError) for future in on_their_way)
+    assert isinstance(ranks.run(lambda each: each.join(1) if each is zero else None)[0], PeerLostError)
+    ranks.run(lambda each: each.join(2))
+    assert zero.decide(2, "called off") == "go", "too late, they have met"
+    size = len(ranks.all)
+    assert all(torch.equal(got, torch.full((3,), size * (size + 1) / 2)) for got in ranks.run(total))
+
+
+def test_leaving_while_one_joins(ranks: Ranks) -> None:
+    """The thread that joins goes on until the others have met it; then the group is given up."""
+    zero, *others = ranks.all
+    joining = ranks.pool.submit(zero.join, 1)
+    while zero.generation < 1:
+        time.sleep(0.001)
+    zero.leave()
+
+    def join_and_add(each: Collectives) -> torch.Tensor:
+        each.join(1)
+        try:
+            return total(each)
+        finally:
+            each.leave()
+
+    futures = [ranks.pool.submit(join_and_add, each) for each in others]
+    assert all(isinstance(future.exception(30), PeerLostError) for future in futures)
+    assert joining.result(30) is None
+    assert all(isinstance(outcome, PeerLostError) for outcome in ranks.run(total))
+    ranks.run(lambda each: each.join(2))
+    assert ranks.run(lambda each: each.smallest(each.rank)) == [0] * len(ranks.all)
+
+
+def test_a_closed_rank_0_waits_for_nobody() -> None:
+    ranks = Ranks(2)
+    joining = ranks.pool.submit(ranks.all[0].join, 1)
+    ranks.all[0].close()
+    with pytest.raises(RuntimeError):
+        joining.result(10)
+    ranks.close()
 
 
 def test_a_failure_is_told_with_its_reason_where_there_is_one(ranks: Ranks) -> None:

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from nanovllm import LLM, ConfigError, SamplingParams
 from nanovllm.engine.parts import Parts
 from nanovllm.errors import EngineDeadError, RankError
 from nanovllm.layers.sampler import Sampler
+from nanovllm.worker.tensor_parallel import GRACE
 from tests.tensor_parallel import faulty
 from tests.tensor_parallel.helpers import build, cold_tokens, holdings, is_running
 from tests.tensor_parallel.helpers import faulty as part
@@ -100,6 +102,21 @@ def test_an_interrupt_in_the_middle_of_a_step(pair: LLM, expected: list[list[int
     assert cold_tokens(pair) == expected
 
 
+def test_an_interrupt_after_the_ranks_were_told_and_before_they_meet(
+    pair: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step before failed, so they are to meet anew; they wait for rank 0, which does not come."""
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("forward", "_join"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(*((pair.model_runner.model, name) if name == "forward" else (pair.ranks, name)), interrupt)
+            cold_tokens(pair)
+    assert cold_tokens(pair) == expected
+
+
 def test_the_other_ranks_do_not_see_an_interrupt(pair: LLM, expected: list[list[int]]) -> None:
     os.kill(pair.ps[0].pid, signal.SIGINT)
     assert cold_tokens(pair) == expected
@@ -147,7 +164,13 @@ def test_three_ranks_size_their_pools_alike_and_leave_nothing(tmp_path: Path) ->
     # 2 * 3 layers * 16 tokens * 2 heads * 32 * 4 bytes = 24 KiB a block on each rank
     assert llm.config.num_kvcache_blocks == (1 << 22) // (24 << 10)
     assert llm.model_runner.kv_cache.shape[2] == llm.config.num_kvcache_blocks
+    with pytest.raises(RankError):
+        with llm.ranks.running("no_such_method", ()):
+            pass
+        cold_tokens(llm)
+    started = time.perf_counter()
     llm.exit()
+    assert time.perf_counter() - started < GRACE, "the others end of themselves, also after a failed step"
     llm.exit()
     assert not any(map(is_running, pids))
     with pytest.raises(EngineDeadError):
