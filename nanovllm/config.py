@@ -50,8 +50,8 @@ class Config(ReprHTML):
     kv_cache_memory: bytes of the KV pool on a CPU (default 1 GiB; a pool given in blocks stands as it is).
     load_format: "safetensors", or "random" for weights drawn from `seed` (benchmarks need only the shapes).
     quantization: None, or "int8" for weight-only int8 linear layers.
-    compile: fuse the small operations of the layers by Triton kernels on a GPU (None: where they can be used); a CPU's
-        layers take few operators as they are.
+    compile: fuse the small operations of the layers by Triton kernels on a GPU; on a CPU do a decode step in one call
+        of a library that a C compiler builds once (None: where it can be; True: or say why not).
     stop_token_ids: further end tokens, filled in by the engine from the model's generation config.
 
     Raises `ConfigError` (a ValueError and an AssertionError) that names the value, the limit and the remedy.

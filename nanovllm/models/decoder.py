@@ -140,8 +140,11 @@ class Decoder(nn.Module):
             DecoderLayer(config, family, tp, attention, rotary, resolve) for _ in range(config.num_layers)
         )
         self.norm = resolve(RMSNorm)(config.hidden_size, config.rms_norm_eps)
+        self.compiled_step: Any = None  # on a CPU, a `CompiledStep` for steps of nothing but decodes
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        if self.compiled_step is not None and self.compiled_step.takes(input_ids, kv_cache, metadata):
+            return cast(Tensor, self.compiled_step(input_ids, positions, kv_cache, metadata))
         x, residual = self.embed_tokens(input_ids), None
         for layer, (k_cache, v_cache) in zip(self.layers, kv_cache.unbind(0), strict=True):
             x, residual = layer(x, residual, positions, k_cache, v_cache, metadata)

@@ -4,6 +4,7 @@ Only the shipped classes are touched. Where somebody put a class or a method of 
 one runs as it is, with its plain weights.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,31 +14,70 @@ from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.errors import ConfigError
 from nanovllm.layers.cpu import FastNorm, Int8Product, PackedProduct, RotateAndStore, can_pack, can_quantize, wide_table
 from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.huge_pages import collapse_into_huge_pages
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.compiled_step import hindrance, install_compiled_step
 from nanovllm.models.decoder import Attention, DecoderForCausalLM
 
 LINEARS: tuple[type, ...] = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear, ParallelLMHead)
 
 
 def prepare_for_device(
-    model: DecoderForCausalLM, device: torch.device | str, dtype: torch.dtype, quantization: str | None = None
+    model: DecoderForCausalLM,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    quantization: str | None = None,
+    compile: bool | None = None,
 ) -> None:
     """Make a loaded model fast on a CPU; the results stay the same up to rounding (int8: up to about 1 %).
 
-    quantization: None, or "int8" for weight-only int8 products. Raises `ConfigError` for int8 elsewhere than on a CPU.
-    A packed or quantised copy takes the place of the plain weight, layer by layer; the embedding keeps its own.
+    quantization: None, or "int8" for weight-only int8 products; an int8 copy takes the place of the plain weight.
+    compile: decode steps in one call, see `CompiledStep` (None: if this machine has a C compiler that can build it).
+    Where there is none, weights are kept as oneDNN reads them and the small operators are fused in Python.
+    Raises `ConfigError` for int8 elsewhere than on a CPU, and for compile=True where it cannot be.
     """
     if torch.device(device).type != "cpu":
         if quantization is not None:
             raise ConfigError(f"quantization={quantization!r} is for CPUs, and this model runs on {device}")
         return
+    fuse_operators(model)
+    linears = [module for module in model.modules() if type(module) in LINEARS]
+    if quantization == "int8":
+        for layer in linears:
+            quantize(layer)
+    if compile is False or not compiled(model, dtype, quantization == "int8", required=compile is True):
+        for layer in linears:
+            pack(layer)
+    collapse_into_huge_pages(weights(model, linears))
+
+
+def weights(model: DecoderForCausalLM, linears: list[Any]) -> Iterator[torch.Tensor]:
+    """What a step reads: the layers' weights, plain or as the product keeps them."""
+    yield from (param.data for param in model.parameters())
+    yield from (layer.product.weight for layer in linears if layer.product is not None)
+
+
+def compiled(model: DecoderForCausalLM, dtype: torch.dtype, int8: bool, required: bool) -> bool:
+    """Install the compiled step if that can be. Raises `ConfigError` with the reason if it is required and cannot."""
+    try:
+        why = hindrance(model, dtype)
+        if why is not None:
+            raise ConfigError(f"compile=True: this model cannot have a compiled decode step: {why}")
+        install_compiled_step(model, dtype, int8)
+    except ConfigError:
+        if required:
+            raise
+        return False
+    return True
+
+
+def fuse_operators(model: DecoderForCausalLM) -> None:
+    """Norms and rotation in few operators, which counts in steps of few tokens."""
     tables: dict[int, torch.Tensor] = {}
     for module in list(model.modules()):
-        if type(module) in LINEARS:
-            replace_product(module, quantization)
-        elif type(module) is RMSNorm:
+        if type(module) is RMSNorm:
             module.kernel = FastNorm(module.weight, module.eps)
         elif type(module) is Attention and as_shipped(module):
             table = tables.setdefault(id(module.rotary), wide_table(module.rotary.cos_sin))
@@ -46,15 +86,16 @@ def prepare_for_device(
             module.rotate_and_store = RotateAndStore(module.attention, table, fast)
 
 
-def replace_product(layer: Any, quantization: str | None) -> None:
-    """Give a linear layer its packed or quantised weight and let the plain one go."""
-    if quantization == "int8" and can_quantize(layer.weight):
-        layer.product = Int8Product(layer.weight, layer.inner_bias())
-    elif can_pack(layer.weight):
-        layer.product = PackedProduct(layer.weight, layer.inner_bias())
-    else:
-        return
-    layer.weight = None
+def quantize(layer: Any) -> None:
+    """Put an int8 weight in the place of the plain one, where the kernel can read it."""
+    if can_quantize(layer.weight):
+        layer.product, layer.weight = Int8Product(layer.weight, layer.inner_bias()), None
+
+
+def pack(layer: Any) -> None:
+    """Put oneDNN's own layout of the weight in the place of the plain one, where that is faster."""
+    if layer.product is None and can_pack(layer.weight):
+        layer.product, layer.weight = PackedProduct(layer.weight, layer.inner_bias()), None
 
 
 def as_shipped(layer: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.config import Config
 from nanovllm.errors import MemoryBudgetError
+from nanovllm.layers.huge_pages import prefer_huge_pages
 from nanovllm.machine import require_memory
 
 
@@ -85,4 +86,4 @@ def allocate_kv_cache(
         memory = np.zeros(size, np.uint8)
     except MemoryError as error:
         raise MemoryBudgetError(f"this machine cannot give {size:,} bytes for the KV pool; {remedy}") from error
-    return torch.from_numpy(memory).view(dtype).view(shape)
+    return prefer_huge_pages(torch.from_numpy(memory)).view(dtype).view(shape)

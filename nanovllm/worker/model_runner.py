@@ -72,7 +72,7 @@ class ModelRunner:
             config.hf_config, self.tp, attention, parts.resolve, self.dtype, self.device, config.max_model_len
         )
         load_model(model, config)
-        prepare_for_device(model, self.device, self.dtype, config.quantization)
+        prepare_for_device(model, self.device, self.dtype, config.quantization, config.compile)
         return attention, model.eval()
 
     def _allocate_kv_cache(self, parts: Parts) -> Tensor:

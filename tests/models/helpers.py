@@ -59,10 +59,17 @@ class Pages:
 
     def step(self, model: Any, rows: list[tuple[int, list[int], int]]) -> Tensor:
         """Compute rows (sequence, its tokens of this step, tokens before), decodes first: logits of all tokens."""
-        ids, positions, slots, starts = [], [], [], [0]
+        positions, metadata = self.metadata(rows)
+        with torch.inference_mode():
+            hidden = model(torch.tensor([t for _, tokens, _ in rows for t in tokens]), positions, self.cache, metadata)
+            logits: Tensor = model.compute_logits(hidden)
+        return logits
+
+    def metadata(self, rows: list[tuple[int, list[int], int]]) -> tuple[Tensor, AttentionMetadata]:
+        """Positions [T] and metadata of such a step."""
+        positions, slots, starts = [], [], [0]
         for sequence, tokens, before in rows:
             at = range(before, before + len(tokens))
-            ids += tokens
             positions += at
             table = self.tables[sequence]
             slots += [table[p // self.block_size] * self.block_size + p % self.block_size for p in at]
@@ -70,17 +77,12 @@ class Pages:
         widest = max(len(self.tables[sequence]) for sequence, _, _ in rows)
         tables = [self.tables[sequence] + [-1] * (widest - len(self.tables[sequence])) for sequence, _, _ in rows]
         contexts = [before + len(tokens) for _, tokens, before in rows]
-        decodes = next((i for i, (_, tokens, _) in enumerate(rows) if len(tokens) > 1), len(rows))
-        metadata = AttentionMetadata(
+        return torch.tensor(positions), AttentionMetadata(
             torch.tensor(slots),
             torch.tensor(tables, dtype=torch.int32),
             torch.tensor(contexts, dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
             max(len(tokens) for _, tokens, _ in rows),
             max(contexts),
-            decodes,
+            next((i for i, (_, tokens, _) in enumerate(rows) if len(tokens) > 1), len(rows)),
         )
-        with torch.inference_mode():
-            hidden = model(torch.tensor(ids), torch.tensor(positions), self.cache, metadata)
-            logits: Tensor = model.compute_logits(hidden)
-        return logits

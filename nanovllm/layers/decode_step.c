@@ -1,0 +1,490 @@
+/* One decode step of a decoder-only model on a CPU: token ids in, hidden states out, all layers in one call.
+ *
+ * Why: between two products, each of which streams some MB of weights through the cache, a layer runs dozens of small
+ * operators. Called one by one from Python each finds its code evicted, and a norm that takes 6 us by itself takes 80.
+ * Here a step is one call, keys and values are read where they lie in their blocks, nothing is gathered or allocated,
+ * and what is left is the time to read the weights.
+ *
+ * The plain twin is models/decoder.py with attention/torch_backend.py; the tests compare the two. layers/compiled.py
+ * builds this file, with -DBFLOAT16=1 (weights and cache in bfloat16) or 0 (float32) and with -DINT8=1 for int8 weights
+ * with a scale per output. All sums are float32.
+ *
+ * Letters: T rows (one token each), N heads, K kv heads, H head dim, D model dim, F mlp dim, V vocabulary. H is a
+ * multiple of 32; D, F and N * H are multiples of 64. Weights are [out, in], as PyTorch keeps them.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_thread_num(void) { return 0; }
+static int omp_get_max_threads(void) { return 1; }
+#endif
+
+/* AMX: tiles of 16 x 64 bytes, multiplied with each other by one instruction. */
+#if BFLOAT16 && !INT8 && defined(__AMX_BF16__) && defined(__linux__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TILES 1
+#else
+#define TILES 0
+#endif
+
+#define MAX_ROWS 64 /* in a step: AMX has eight tiles, of which four hold the sums of 16 rows each */
+#define AT_ONCE 4   /* outputs, rows or heads whose sums are kept in registers */
+#define inline static inline __attribute__((always_inline))
+
+/* ---- sixteen numbers at a time; the compiler maps them to what the CPU has ---- */
+
+typedef float v16 __attribute__((vector_size(64)));
+typedef float v8 __attribute__((vector_size(32)));
+typedef float v4 __attribute__((vector_size(16)));
+typedef int32_t i16 __attribute__((vector_size(64)));
+typedef uint32_t u16 __attribute__((vector_size(64)));
+typedef uint16_t h16 __attribute__((vector_size(32)));
+
+inline v16 splat(float x) { return (v16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline v16 load(const float *p) {
+    v16 x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+inline void store(float *p, v16 x) { memcpy(p, &x, sizeof x); }
+inline float sum(v16 x) {
+    union { v16 whole; v8 half[2]; } a = {x};
+    union { v8 whole; v4 half[2]; } b = {a.half[0] + a.half[1]};
+    v4 c = b.half[0] + b.half[1];
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+inline v16 larger(v16 a, v16 b) {
+    i16 first = a > b;
+    return (v16)(((i16)a & first) | ((i16)b & ~first));
+}
+inline v16 exponential(v16 x) { /* e^x = 2^n e^r with |r| <= ln 2 / 2, to 2e-7; below -87 it is as good as 0 */
+    x = larger(x, splat(-87.0f));
+    v16 t = x * 1.44269504f;
+    v16 half = (v16)((i16)splat(0.5f) | ((i16)t & (i16)splat(-0.0f))); /* has the sign of t; n is t rounded */
+    i16 n = __builtin_convertvector(t + half, i16);
+    v16 whole = __builtin_convertvector(n, v16);
+    v16 r = x - whole * 0.693359375f + whole * 2.12194440e-4f, p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    return (p * r * r + r + 1.0f) * (v16)((n + 127) << 23);
+}
+
+/* Elements of the cache and of plain weights, read GROUP at a time into vectors. A bfloat16 is the upper half of a
+ * float, so of a 32-bit word with two of them the odd one is the word itself with its lower half cleared, and the even
+ * one the word shifted left: two vectors of 16 in *dealt* order, the even elements and then the odd ones. A sum of
+ * products does not mind the order, as long as its other factor is dealt the same way. */
+#if BFLOAT16
+typedef uint16_t element;
+inline void split(const element *p, v16 *x) {
+    u16 words;
+    memcpy(&words, p, sizeof words);
+    x[0] = (v16)(words << 16);
+    x[1] = (v16)(words & 0xffff0000u);
+}
+inline void put16(element *p, v16 x) { /* to the nearest, ties to even */
+    u16 bits = (u16)x;
+    h16 upper = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, h16);
+    memcpy(p, &upper, sizeof upper);
+}
+#define DEALT 2 /* ways in which 32 elements are dealt */
+#else
+typedef float element;
+inline void split(const element *p, v16 *x) {
+    x[0] = load(p);
+    x[1] = load(p + 16);
+}
+inline void put16(element *p, v16 x) { store(p, x); }
+#define DEALT 1
+#endif
+
+/* Weights, WEIGHTS at a time. Four int8 lie in a 32-bit word and are dealt in four ways. */
+#if INT8
+typedef int8_t weight;
+#define WEIGHTS 64
+#define WEIGHTS_DEALT 4
+inline void split_weights(const weight *p, v16 *x) {
+    i16 words;
+    memcpy(&words, p, sizeof words);
+    for (int i = 0; i < 4; i++) x[i] = __builtin_convertvector(words << (24 - 8 * i) >> 24, v16);
+}
+#else
+typedef element weight;
+#define WEIGHTS 32
+#define WEIGHTS_DEALT DEALT
+inline void split_weights(const weight *p, v16 *x) { split(p, x); }
+#endif
+
+/* Deal `size` numbers (a multiple of 16 * ways) in groups of 16 * ways: with 2 ways, 0 2 4 ... 30 and then 1 3 ... 31. */
+inline void deal(const float *from, float *to, int64_t size, int ways) {
+    for (int64_t group = 0; group < size; group += 16 * ways)
+        for (int way = 0; way < ways; way++)
+            for (int i = 0; i < 16; i++) to[group + way * 16 + i] = from[group + i * ways + way];
+}
+inline void undeal(const float *from, float *to, int64_t size, int ways) {
+    for (int64_t group = 0; group < size; group += 16 * ways)
+        for (int way = 0; way < ways; way++)
+            for (int i = 0; i < 16; i++) to[group + i * ways + way] = from[group + way * 16 + i];
+}
+
+/* ---- what Python fills in ---- */
+
+typedef struct {
+    const weight *w;
+    const float *scale, *bias; /* [out]; scale only with INT8; bias or NULL */
+    int64_t in, out;
+} Linear;
+
+typedef struct {
+    Linear qkv, o, gate_up, down;
+    const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two or NULL */
+} Layer;
+
+typedef struct {
+    const element *embedding;               /* [V, D] */
+    const float *final_norm, *cos_sin;      /* [D]; [positions, H]: H / 2 cosines, then H / 2 sines */
+    const Layer *layers;
+    int64_t num_layers, D, F, N, K, H, block_size;
+    float eps, scale;
+} Model;
+
+typedef struct { /* places in the caller's memory, see `lay_out` */
+    float *x, *h, *qkv, *gate_up, *scores, *packed;
+    int64_t scores_size, bytes;
+} Work;
+
+/* ---- products: y [T, out] = (add ? y : 0) + x [T, in] w' + bias, by all threads of the region together ---- */
+
+inline void finish(const Linear *l, float *y, int add, int64_t t, int64_t o, float value) {
+    float *to = y + t * l->out + o;
+#if INT8
+    value *= l->scale[o];
+#endif
+    *to = (add ? *to : 0.0f) + value + (l->bias ? l->bias[o] : 0.0f);
+}
+
+/* `outs` outputs from `o` on for `rows` rows from `t` on; both are constants where this is called. */
+inline void dots(const Linear *l, const float *dealt, float *y, int add, int64_t o, int64_t t, int outs, int rows) {
+    v16 acc[AT_ONCE][AT_ONCE] = {0};
+    for (int64_t k = 0; k < l->in; k += WEIGHTS)
+        for (int i = 0; i < outs; i++) {
+            v16 w[WEIGHTS / 16];
+            split_weights(l->w + (o + i) * l->in + k, w);
+            for (int j = 0; j < rows; j++)
+                for (int part = 0; part < WEIGHTS / 16; part++)
+                    acc[i][j] += w[part] * load(dealt + (t + j) * l->in + k + 16 * part);
+        }
+    for (int i = 0; i < outs; i++)
+        for (int j = 0; j < rows; j++) finish(l, y, add, t + j, o + i, sum(acc[i][j]));
+}
+
+static void dot_products(const Linear *l, const float *dealt, float *y, int add, int T, int64_t first) {
+#pragma omp for schedule(static) nowait
+    for (int64_t o = first; o < l->out; o += AT_ONCE)
+        for (int t = 0; t < T; t += AT_ONCE) {
+            if (l->out - o < AT_ONCE) {
+                for (int64_t i = o; i < l->out; i++)
+                    for (int j = t; j < T && j < t + AT_ONCE; j++) dots(l, dealt, y, add, i, j, 1, 1);
+            } else if (T - t == 1) dots(l, dealt, y, add, o, t, AT_ONCE, 1);
+            else if (T - t == 2) dots(l, dealt, y, add, o, t, AT_ONCE, 2);
+            else if (T - t == 3) dots(l, dealt, y, add, o, t, AT_ONCE, 3);
+            else dots(l, dealt, y, add, o, t, AT_ONCE, AT_ONCE);
+        }
+}
+
+#if TILES
+static void tiles_on(void) {
+    struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } config = {.palette = 1};
+    for (int i = 0; i < 6; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    _tile_loadconfig(&config);
+}
+
+/* x as the tile product wants it: [k / 32][16 rows each][16 pairs of inputs][16 rows][2]. */
+static void pack_tiles(const float *x, element *packed, int T, int64_t in) {
+    int groups = (T + 15) / 16;
+#pragma omp for schedule(static)
+    for (int64_t k = 0; k < in / 32; k++)
+        for (int t = 0; t < groups * 16; t++) {
+            element row[32] = {0};
+            if (t < T) put16(row, load(x + t * in + k * 32)), put16(row + 16, load(x + t * in + k * 32 + 16));
+            element *to = packed + ((k * groups + t / 16) * 256 + t % 16) * 2;
+            for (int pair = 0; pair < 16; pair++) memcpy(to + pair * 32, row + 2 * pair, 4);
+        }
+}
+
+/* A tile of 16 outputs x 32 inputs of the weight, just as it lies in memory, times 32 inputs x 16 rows. */
+static void tile_products(const Linear *l, const element *packed, float *y, int add, int T) {
+    int groups = (T + 15) / 16;
+#pragma omp for schedule(static) nowait
+    for (int64_t o = 0; o < l->out / 16 * 16; o += 16) {
+        _tile_zero(0);
+        if (groups > 1) _tile_zero(1);
+        if (groups > 2) _tile_zero(2);
+        if (groups > 3) _tile_zero(3);
+        for (int64_t k = 0; k < l->in; k += 32) {
+            const element *inputs = packed + k * 16 * groups;
+            for (int i = 16; i < 32; i++) __builtin_prefetch(l->w + (o + i) * l->in + k);
+            _tile_loadd(4, l->w + o * l->in + k, l->in * 2);
+            _tile_loadd(5, inputs, 64);
+            _tile_dpbf16ps(0, 4, 5);
+            if (groups > 1) { _tile_loadd(5, inputs + 512, 64); _tile_dpbf16ps(1, 4, 5); }
+            if (groups > 2) { _tile_loadd(5, inputs + 1024, 64); _tile_dpbf16ps(2, 4, 5); }
+            if (groups > 3) { _tile_loadd(5, inputs + 1536, 64); _tile_dpbf16ps(3, 4, 5); }
+        }
+        float sums[4][16][16]; /* [16 rows each][output][row] */
+        _tile_stored(0, sums[0], 64);
+        if (groups > 1) _tile_stored(1, sums[1], 64);
+        if (groups > 2) _tile_stored(2, sums[2], 64);
+        if (groups > 3) _tile_stored(3, sums[3], 64);
+        for (int t = 0; t < T; t++)
+            for (int i = 0; i < 16; i++) finish(l, y, add, t, o + i, sums[t / 16][i][t % 16]);
+    }
+}
+#endif
+
+/* Whether the system lets this process use AMX (which the build must know, too). */
+int use_tiles(void) {
+#if TILES
+    return syscall(SYS_arch_prctl, 0x1023 /* ask for */, 18 /* the tiles' contents */) == 0;
+#else
+    return 0;
+#endif
+}
+
+static void multiply(const Linear *l, const float *x, float *y, int add, int T, float *packed, int tiles) {
+    int64_t done = 0;
+#if TILES
+    if (tiles) {
+        pack_tiles(x, (element *)packed, T, l->in);
+        tile_products(l, (element *)packed, y, add, T);
+        done = l->out / 16 * 16;
+    }
+#endif
+    if (done < l->out) {
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int t = 0; t < T; t++) deal(x + t * l->in, packed + t * l->in, l->in, WEIGHTS_DEALT);
+        dot_products(l, packed, y, add, T, done);
+    }
+#pragma omp barrier
+}
+
+/* ---- the small operators ---- */
+
+inline void rms_norm(const float *x, const float *gain, float *out, int64_t size, float eps) {
+    v16 squares = splat(0.0f);
+    for (int64_t i = 0; i < size; i += 16) squares += load(x + i) * load(x + i);
+    float factor = 1.0f / sqrtf(sum(squares) / size + eps);
+    for (int64_t i = 0; i < size; i += 16) store(out + i, load(x + i) * factor * load(gain + i));
+}
+
+inline void rotate(float *x, const float *cos_sin, int64_t H) { /* the pairs (i, i + H / 2) */
+    for (int64_t i = 0; i < H / 2; i += 16) {
+        v16 a = load(x + i), b = load(x + H / 2 + i), c = load(cos_sin + i), s = load(cos_sin + H / 2 + i);
+        store(x + i, a * c - b * s);
+        store(x + H / 2 + i, b * c + a * s);
+    }
+}
+
+inline void softmax(float *row, int64_t length, float scale) { /* of row * scale; there is room for a multiple of 16 */
+    for (int64_t p = length; p % 16; p++) row[p] = -INFINITY;
+    v16 tops = load(row), total = splat(0.0f);
+    for (int64_t p = 16; p < length; p += 16) tops = larger(tops, load(row + p));
+    float top = tops[0];
+    for (int i = 1; i < 16; i++) top = tops[i] > top ? tops[i] : top;
+    for (int64_t p = 0; p < length; p += 16) {
+        v16 e = exponential((load(row + p) - top) * scale);
+        store(row + p, e);
+        total += e;
+    }
+    for (int64_t p = length; p % 16; p++) total[p % 16] -= row[p];
+    v16 factor = splat(1.0f / sum(total));
+    for (int64_t p = 0; p < length; p += 16) store(row + p, load(row + p) * factor);
+}
+
+/* `heads` query heads, dealt, of one kv head over a row's tokens; `heads` is a constant where this is called. Position
+ * p lies in block table[p / size] at offset p % size; within a block one token follows the other. */
+inline void attend(const Model *m, const float *q, const element *k_cache, const element *v_cache, const int32_t *table,
+                   int64_t length, float *scores, float *out, int heads) {
+    int64_t H = m->H, stride = m->K * H, size = m->block_size, room = (length + 15) / 16 * 16;
+    for (int64_t first = 0; first < length; first += size) {
+        const element *k = k_cache + table[first / size] * size * stride;
+        int64_t end = first + size < length ? first + size : length;
+        for (int64_t p = first; p < end; p++, k += stride) {
+            v16 acc[AT_ONCE] = {0};
+            for (int64_t i = 0; i < H; i += 32) {
+                v16 key[2];
+                split(k + i, key);
+                __builtin_prefetch(k + i + 12 * stride);
+                for (int g = 0; g < heads; g++)
+                    acc[g] += load(q + g * H + i) * key[0] + load(q + g * H + i + 16) * key[1];
+            }
+            for (int g = 0; g < heads; g++) scores[g * room + p] = sum(acc[g]);
+        }
+    }
+    for (int g = 0; g < heads; g++) softmax(scores + g * room, length, m->scale);
+    for (int64_t i = 0; i < H; i += 32) {
+        v16 acc[AT_ONCE][2] = {0};
+        for (int64_t first = 0; first < length; first += size) {
+            const element *v = v_cache + table[first / size] * size * stride + i;
+            int64_t end = first + size < length ? first + size : length;
+            for (int64_t p = first; p < end; p++, v += stride) {
+                v16 value[2];
+                split(v, value);
+                __builtin_prefetch(v + 12 * stride);
+                for (int g = 0; g < heads; g++) {
+                    acc[g][0] += value[0] * scores[g * room + p];
+                    acc[g][1] += value[1] * scores[g * room + p];
+                }
+            }
+        }
+        for (int g = 0; g < heads; g++) {
+            float dealt[32];
+            store(dealt, acc[g][0]), store(dealt + 16, acc[g][1]);
+            undeal(dealt, out + g * H + i, 32, DEALT);
+        }
+    }
+}
+
+static void attend_group(const Model *m, const float *q, const element *k, const element *v, const int32_t *table,
+                         int64_t length, float *scores, float *out) {
+    int64_t G = m->N / m->K, H = m->H;
+    if (length < 1) memset(out, 0, G * H * sizeof(float)); /* a padded row */
+    else
+        for (int64_t g = 0; g < G; g += AT_ONCE) {
+            if (G - g == 1) attend(m, q + g * H, k, v, table, length, scores, out + g * H, 1);
+            else if (G - g == 2) attend(m, q + g * H, k, v, table, length, scores, out + g * H, 2);
+            else if (G - g == 3) attend(m, q + g * H, k, v, table, length, scores, out + g * H, 3);
+            else attend(m, q + g * H, k, v, table, length, scores, out + g * H, AT_ONCE);
+        }
+}
+
+/* ---- the step ---- */
+
+static Work lay_out(const Model *m, int T, int64_t longest, float *memory) {
+    int64_t widest = m->N * m->H > m->F ? m->N * m->H : m->F;
+    widest = m->D > widest ? m->D : widest;
+    Work w = {.scores_size = AT_ONCE * ((longest + 15) / 16 * 16)};
+    w.x = memory;
+    w.h = w.x + T * m->D;
+    w.qkv = w.h + T * widest;
+    w.gate_up = w.qkv + T * (m->N + 2 * m->K) * m->H;
+    w.scores = w.gate_up + T * 2 * m->F;
+    w.packed = w.scores + omp_get_max_threads() * w.scores_size;
+    w.bytes = (w.packed + (T + 15) / 16 * 16 * widest - memory) * sizeof(float);
+    return w;
+}
+
+int64_t work_bytes(const Model *m, int T, int64_t longest) { return lay_out(m, T, longest, NULL).bytes; }
+
+/* Rotated queries (dealt) and keys, and the store: vector `head` of row t in qkv [T, N + 2 K, H]. */
+static void place(const Model *m, const Layer *l, float *vector, int64_t head, int64_t position, int64_t slot,
+                  element *k_cache, element *v_cache) {
+    int64_t N = m->N, K = m->K, H = m->H;
+    if (head < N + K) {
+        const float *gain = head < N ? l->q_norm : l->k_norm;
+        if (gain) rms_norm(vector, gain, vector, H, m->eps);
+        rotate(vector, m->cos_sin + position * H, H);
+    }
+    if (head < N) {
+        float plain[H];
+        memcpy(plain, vector, H * sizeof(float));
+        deal(plain, vector, H, DEALT);
+    } else if (slot >= 0) {
+        element *to = (head < N + K ? k_cache : v_cache) + (slot * K + (head - N) % K) * H;
+        for (int64_t i = 0; i < H; i += 16) put16(to + i, load(vector + i));
+    }
+}
+
+static void run_layer(const Model *m, const Layer *l, const Work *w, int T, const int64_t *positions,
+                      const int64_t *slots, const int32_t *tables, int64_t width, const int32_t *lengths,
+                      element *k_cache, element *v_cache, int tiles) {
+    int64_t D = m->D, F = m->F, N = m->N, K = m->K, H = m->H, G = N / K, heads = N + 2 * K;
+#pragma omp for schedule(static)
+    for (int t = 0; t < T; t++) rms_norm(w->x + t * D, l->input_norm, w->h + t * D, D, m->eps);
+    multiply(&l->qkv, w->h, w->qkv, 0, T, w->packed, tiles);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < T * heads; i++)
+        place(m, l, w->qkv + i * H, i % heads, positions[i / heads], slots[i / heads], k_cache, v_cache);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < T * K; i++) {
+        int64_t t = i / K, kv = i % K;
+        attend_group(m, w->qkv + (t * heads + kv * G) * H, k_cache + kv * H, v_cache + kv * H, tables + t * width,
+                     lengths[t], w->scores + omp_get_thread_num() * w->scores_size, w->h + (t * N + kv * G) * H);
+    }
+    multiply(&l->o, w->h, w->x, 1, T, w->packed, tiles);
+#pragma omp for schedule(static)
+    for (int t = 0; t < T; t++) rms_norm(w->x + t * D, l->post_norm, w->h + t * D, D, m->eps);
+    multiply(&l->gate_up, w->h, w->gate_up, 0, T, w->packed, tiles);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < T * 4; i++) { /* four parts a row */
+        const float *gate = w->gate_up + i / 4 * 2 * F, *up = gate + F;
+        for (int64_t f = i % 4 * 16; f < F; f += 64)
+            store(w->h + i / 4 * F + f, load(gate + f) / (exponential(-load(gate + f)) + 1.0f) * load(up + f));
+    }
+    multiply(&l->down, w->h, w->x, 1, T, w->packed, tiles);
+}
+
+/* ids, positions, slots, lengths [T] (a length counts this step's token); tables [T, width]; kv_cache [layers, 2,
+ * slots, K, H], of which [slots, K, H] are half_layer elements; hidden [T, D] receives the normed hidden states. */
+void decode_step(const Model *m, int T, const int64_t *ids, const int64_t *positions, const int64_t *slots,
+                 const int32_t *tables, int64_t width, const int32_t *lengths, int64_t longest, element *kv_cache,
+                 int64_t half_layer, element *hidden, float *memory, int tiles) {
+    Work w = lay_out(m, T, longest, memory);
+    int64_t D = m->D;
+#pragma omp parallel
+    {
+#if TILES
+        if (tiles) tiles_on();
+#endif
+#pragma omp for schedule(static)
+        for (int t = 0; t < T; t++)
+            for (int64_t i = 0; i < D; i += 32) {
+                v16 x[2];
+                float dealt[32];
+                split(m->embedding + ids[t] * D + i, x);
+                store(dealt, x[0]), store(dealt + 16, x[1]);
+                undeal(dealt, w.x + t * D + i, 32, DEALT);
+            }
+        for (int64_t l = 0; l < m->num_layers; l++)
+            run_layer(m, m->layers + l, &w, T, positions, slots, tables, width, lengths, kv_cache + 2 * l * half_layer,
+                      kv_cache + (2 * l + 1) * half_layer, tiles);
+#pragma omp for schedule(static)
+        for (int t = 0; t < T; t++) {
+            rms_norm(w.x + t * D, m->final_norm, w.h + t * D, D, m->eps);
+            for (int64_t i = 0; i < D; i += 16) put16(hidden + t * D + i, load(w.h + t * D + i));
+        }
+#if TILES
+        if (tiles) _tile_release();
+#endif
+    }
+}
+
+/* y [T, out] = x [T, in] w' + bias. memory: 2 * in floats for each row, T rounded up to a multiple of 16. */
+void linear(const Linear *l, const element *x, float *y, int T, float *memory, int tiles) {
+    float *packed = memory + (T + 15) / 16 * 16 * l->in;
+#pragma omp parallel
+    {
+#if TILES
+        if (tiles) tiles_on();
+#endif
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < T * l->in; i += 32) {
+            v16 parts[2];
+            float dealt[32];
+            split(x + i, parts);
+            store(dealt, parts[0]), store(dealt + 16, parts[1]);
+            undeal(dealt, memory + i, 32, DEALT);
+        }
+        multiply(l, memory, y, 0, T, packed, tiles);
+#if TILES
+        if (tiles) _tile_release();
+#endif
+    }
+}
