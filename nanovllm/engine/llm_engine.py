@@ -108,9 +108,10 @@ class LLMEngine:
         self._hooks: dict[Any, StepHook] = {}
         self._in_step: list[Sequence] | None = None  # what was scheduled, while a step is under way
         self._unclaimed: dict[int, Sequence] = {}
-        # Whoever reads a stream, by its request's number, and the numbers of those that read no more.
-        self._readers: weakref.WeakValueDictionary[int, TextPieces] = weakref.WeakValueDictionary()
-        self._abandoned: list[int] = []
+        # Whoever reads a stream, by its request's number, and those that read no more. When a reader is gone, Python
+        # calls `append` itself: an interrupt finds no code of ours there that it could end, and goes on to the user's.
+        self._readers: dict[int, weakref.KeyedRef[int, TextPieces]] = {}
+        self._abandoned: list[weakref.KeyedRef[int, TextPieces]] = []
         self._chat_template: ChatTemplate | None = None
         self.step_count = 0
         resolve = self.parts.resolve
@@ -184,10 +185,22 @@ class LLMEngine:
 
     def _abort_abandoned(self) -> None:
         while self._abandoned:
-            self.scheduler.abort(self._abandoned.pop())
+            seq_id = self._abandoned.pop().key
+            self._readers.pop(seq_id, None)
+            self.scheduler.abort(seq_id)
+
+    def _abort_abandoned_if_idle(self) -> None:
+        """In the middle of a call, of this thread or another one, they have to wait for the next step."""
+        with DeferredInterrupt():
+            if self._door.acquire(blocking=False):
+                try:
+                    self._abort_abandoned()
+                finally:
+                    self._door.release()
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running."""
+        self._abort_abandoned_if_idle()
         return self.scheduler.is_finished()
 
     # ---- requests ------------------------------------------------------------------------------------------------
@@ -339,8 +352,8 @@ class LLMEngine:
             while not seq.is_finished:
                 with self._entered("stream()") as interrupt:
                     if seq.seq_id < 0:
-                        self._readers[self.scheduler.add(seq)] = pieces
-                        weakref.finalize(pieces, abandon, weakref.ref(self), seq.seq_id)
+                        seq_id = self.scheduler.add(seq)
+                        self._readers[seq_id] = weakref.KeyedRef(pieces, self._abandoned.append, seq_id)
                     try:
                         self._keep([other for other in self._step(interrupt)[0] if other.is_finished])
                         interrupt.check()
@@ -354,18 +367,16 @@ class LLMEngine:
             if piece:
                 yield piece
         finally:
-            self._abandon(seq.seq_id)  # where this very line is interrupted, the end of `pieces` sees to it
+            self._abandon(seq.seq_id)  # where this very line is interrupted, the next call sees to it
 
     def _abandon(self, seq_id: int) -> None:
         """Give up the request of an iterator that was closed or forgotten: by the garbage collector, at any moment and
-        in any thread. In the middle of a call it has to wait for the next step."""
+        in any thread."""
         with DeferredInterrupt():
-            self._abandoned.append(seq_id)
-            if self._door.acquire(blocking=False):
-                try:
-                    self._abort_abandoned()
-                finally:
-                    self._door.release()
+            reader = self._readers.get(seq_id)
+            if reader is not None:
+                self._abandoned.append(reader)
+            self._abort_abandoned_if_idle()
 
     # ---- watching ------------------------------------------------------------------------------------------------
 
@@ -404,6 +415,7 @@ class LLMEngine:
         """The whole state between two steps; its cost grows with the pool. A step hook may ask for it."""
         if self._inside not in (None, threading.get_ident()):
             raise EngineBusyError("snapshot(): the engine is in the middle of a call in another thread")
+        self._abort_abandoned_if_idle()
         scheduler = self.scheduler
         return EngineSnapshot(
             step=self.step_count,
@@ -618,13 +630,6 @@ def report(message: str) -> None:
         warnings.warn(message, stacklevel=3)
     except Warning:
         print(message, file=sys.stderr)
-
-
-def abandon(engine: "weakref.ref[LLMEngine]", seq_id: int) -> None:
-    """`LLMEngine._abandon`, if there still is an engine."""
-    alive = engine()
-    if alive is not None:
-        alive._abandon(seq_id)
 
 
 def end_ranks(ranks: RankLink) -> None:

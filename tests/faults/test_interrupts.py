@@ -20,6 +20,9 @@ from nanovllm.engine.interrupts import DeferredInterrupt
 from nanovllm.worker.model_runner import ModelRunner
 from tests.faults.engines import PROMPTS, assert_whole, build, child_processes, cold, token_ids
 
+# A finalizer cannot raise: an interrupt that ends one is lost, with a message. So none of ours may run Python code.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 TRACED = tuple(str(Path(nanovllm.__file__).parent / name) for name in ("engine", "chat_template.py", "prompts.py"))
 
@@ -128,8 +131,7 @@ def test_an_interrupt_before_any_bytecode(llm: LLM, answer: list[list[int]], cal
     for moment in rng.sample(range(1, total + 1), 40):
         with suppress(KeyboardInterrupt), pricked(moment) as pin:
             call(llm)
-            # At the very end the answer is there, and what is left runs in a finalizer, which can raise nothing.
-            assert pin.count < moment or moment > total - 200, "the interrupt got lost"
+            assert pin.count < moment, "the interrupt got lost"
         interrupted += pin.count >= moment
         settle(llm, call)
         assert_whole(llm)
