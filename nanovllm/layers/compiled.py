@@ -1,4 +1,4 @@
-"""Builds `decode_step.c` with the machine's C compiler, once, and loads it. Knows nothing of models.
+"""Builds `cpu_kernels.c` with the machine's C compiler, once, loads it, and calls it. Knows nothing of models.
 
 The library is kept in the cache folder under a name made of everything that it depends on: source, options, compiler
 and processor. It shares PyTorch's OpenMP threads, whose symbols are loaded already, so `torch.set_num_threads` holds.
@@ -19,22 +19,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.attention.base import AttentionBackend
 from nanovllm.errors import ConfigError
 from nanovllm.paths import cache_home
 
-MAX_ROWS = 64  # as in decode_step.c
-SOURCE = Path(__file__).with_name("decode_step.c")
+MAX_ROWS = 64  # as in cpu_kernels.c
+SOURCE = Path(__file__).with_name("cpu_kernels.c")
 OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-w", "-shared", "-fPIC")
 
 
 class LinearStruct(ctypes.Structure):
-    """`Linear` in decode_step.c."""
+    """`Linear` in cpu_kernels.c."""
 
     _fields_ = (("w", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
 
 
 class LayerStruct(ctypes.Structure):
-    """`Layer` in decode_step.c."""
+    """`Layer` in cpu_kernels.c."""
 
     _fields_ = (
         *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
@@ -43,7 +44,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class ModelStruct(ctypes.Structure):
-    """`Model` in decode_step.c."""
+    """`Model` in cpu_kernels.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("embedding", "final_norm", "cos_sin")),
@@ -69,7 +70,7 @@ def load_library(dtype: torch.dtype, int8: bool) -> ctypes.CDLL:
         raise ConfigError("compile=True needs a C compiler on a CPU (cc, gcc or clang), and there is none")
     command = [compiler, *OPTIONS, f"-DBFLOAT16={int(dtype == torch.bfloat16)}", f"-DINT8={int(int8)}"]
     key = sha256("\0".join([SOURCE.read_text(encoding="utf-8"), *command, processor()]).encode()).hexdigest()[:20]
-    library = cache_home() / "compiled" / f"decode_step-{key}.so"
+    library = cache_home() / "compiled" / f"cpu_kernels-{key}.so"
     if not library.is_file():
         try:
             library.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def load_library(dtype: torch.dtype, int8: bool) -> ctypes.CDLL:
                 os.replace(made, library)
         except (OSError, subprocess.SubprocessError) as error:
             words = getattr(error, "stderr", None) or str(error)
-            raise ConfigError(f"{compiler} cannot build the compiled decode step: {words.strip()[:500]}") from error
+            raise ConfigError(f"{compiler} cannot build the kernels for this CPU: {words.strip()[:500]}") from error
     loaded = ctypes.CDLL(str(library))
     loaded.work_bytes.restype = c_int64
     return loaded
@@ -126,7 +127,71 @@ class CompiledProduct:
         y = torch.empty(rows, self.weight.shape[0])
         memory = torch.empty(2 * -(-rows // 16) * 16 * x.shape[1])
         self.library.linear(
-            ctypes.byref(self.struct), c_void_p(x.data_ptr()), c_void_p(y.data_ptr()), rows,
-            c_void_p(memory.data_ptr()), self.tiles,
+            ctypes.byref(self.struct), pointer(x), pointer(y), rows, pointer(memory), self.tiles,
         )  # fmt: skip
         return y
+
+
+class CompiledNorm:
+    """RMSNorm, and the addition before it, in one pass; called as `RMSNorm.kernel`."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
+        self.library, self.gain = library, weight.float()
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        x, size = x.contiguous(), x.shape[-1]
+        out, residual = torch.empty_like(x), None if residual is None else residual.contiguous()
+        total = None if residual is None else torch.empty_like(x)
+        pointers = map(pointer, (x, residual, total, self.gain, out))
+        self.library.add_norm(*pointers, c_int64(x.numel() // size), c_int64(size), c_float(eps))
+        return out if total is None else (out, total)
+
+
+class CompiledSiluAndMul:
+    """The MLP's gate in one pass; called as `SiluAndMul.kernel`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x, size = x.contiguous(), x.shape[-1] // 2
+        out = x.new_empty(*x.shape[:-1], size)
+        self.library.silu_and_mul(pointer(x), pointer(out), c_int64(out.numel() // size), c_int64(size))
+        return out
+
+
+class CompiledRotateAndStore:
+    """Norms and rotation of queries and keys, and the store, in one pass; called as `Attention.rotate_and_store`.
+
+    cos_sin: [positions, H], H / 2 cosines and then H / 2 sines. norms: the weights of the query and key norm and their
+    eps, or None.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        backend: AttentionBackend,
+        cos_sin: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+    ) -> None:
+        self.library, self.cos_sin = library, cos_sin.float().contiguous()
+        self.sizes = (backend.num_heads, backend.num_kv_heads, backend.head_dim)
+        q_norm, k_norm, self.eps = norms or (None, None, 0.0)
+        self.norms = [None if norm is None else norm.float() for norm in (q_norm, k_norm)]
+
+    def __call__(
+        self, qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> Tensor:
+        """qkv [T, (N + 2 K) H] -> the turned queries [T, N, H]."""
+        qkv, (num_heads, _, head_dim) = qkv.contiguous(), self.sizes
+        queries = qkv.new_empty(len(qkv), num_heads, head_dim)
+        tensors = (qkv, positions, slot_mapping, self.cos_sin, *self.norms, k_cache, v_cache, queries)
+        self.library.rotate_and_store(*map(pointer, tensors), *map(c_int64, (len(qkv), *self.sizes)), c_float(self.eps))
+        return queries
+
+
+def pointer(tensor: Tensor | None) -> c_void_p:
+    """Where a tensor lies, for the library; None is its NULL."""
+    return c_void_p(None if tensor is None else tensor.data_ptr())

@@ -5,7 +5,7 @@ listens to them; otherwise the plain code runs. The two agree up to rounding, an
 """
 
 import ctypes
-from ctypes import c_int64, c_void_p
+from ctypes import c_int64
 from typing import cast
 
 import torch
@@ -16,11 +16,15 @@ from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.compiled import (
     MAX_ROWS,
+    CompiledNorm,
     CompiledProduct,
+    CompiledRotateAndStore,
+    CompiledSiluAndMul,
     LayerStruct,
     LinearStruct,
     ModelStruct,
     load_library,
+    pointer,
 )
 from nanovllm.layers.cpu import Int8Product
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -65,9 +69,10 @@ class CompiledStep:
         decoder, config = model.model, model.config
         layers = (LayerStruct * config.num_layers)(*map(self._layer, decoder_layers(model)))
         attention = decoder_layers(model)[0].self_attn
+        self.cos_sin = attention.rotary.cos_sin.float().contiguous()
         self.struct = ModelStruct(
             self._keep(decoder.embed_tokens.weight), self._exact(decoder.norm.weight),
-            self._exact(attention.rotary.cos_sin), layers, config.num_layers, config.hidden_size,
+            self._keep(self.cos_sin), layers, config.num_layers, config.hidden_size,
             config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
             attention.attention.block_size, config.rms_norm_eps, attention.attention.scale,
         )  # fmt: skip
@@ -84,10 +89,10 @@ class CompiledStep:
         hidden = torch.empty(rows, self.struct.D, dtype=self.dtype)
         tensors = (input_ids, positions, metadata.slot_mapping, metadata.block_tables, metadata.context_lens, hidden)
         for parts in zip(*(tensor.split(MAX_ROWS) for tensor in tensors), strict=True):
-            ids, at, slots, tables, lengths, out = (c_void_p(part.data_ptr()) for part in parts)
+            ids, at, slots, tables, lengths, out = map(pointer, parts)
             self.library.decode_step(
                 model, len(parts[0]), ids, at, slots, tables, c_int64(metadata.block_tables.stride(0)), lengths,
-                longest, c_void_p(kv_cache.data_ptr()), half_layer, out, c_void_p(memory.data_ptr()), self.tiles,
+                longest, pointer(kv_cache), half_layer, out, pointer(memory), self.tiles,
             )  # fmt: skip
         return hidden
 
@@ -117,8 +122,17 @@ class CompiledStep:
 
 
 def install_compiled_step(model: DecoderForCausalLM, dtype: torch.dtype, int8: bool) -> None:
-    """Let the model use a compiled step, and compiled products in its other steps. Raises `ConfigError` as they do."""
+    """Let the model use a compiled step, and compiled operators in its other steps. Raises `ConfigError` as they do."""
     model.model.compiled_step = step = CompiledStep(model, dtype, int8)
+    for module in model.modules():
+        if type(module) is RMSNorm:
+            module.kernel = CompiledNorm(step.library, module.weight)
+        elif type(module) is SiluAndMul:
+            module.kernel = CompiledSiluAndMul(step.library)
+        elif type(module) is Attention:
+            norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.eps) if module.qk_norm else None
+            cos_sin = step.cos_sin
+            module.rotate_and_store = CompiledRotateAndStore(step.library, module.attention, cos_sin, norms)
     head, product = model.lm_head, model.lm_head.product
     if isinstance(product, Int8Product):
         head.product = CompiledProduct(step.library, product.weight, None, product.scale, logits=True)

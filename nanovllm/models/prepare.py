@@ -42,12 +42,12 @@ def prepare_for_device(
         if quantization is not None:
             raise ConfigError(f"quantization={quantization!r} is for CPUs, and this model runs on {device}")
         return
-    fuse_operators(model)
     linears = [module for module in model.modules() if type(module) in LINEARS]
     if quantization == "int8":
         for layer in linears:
             quantize(layer)
     if compile is False or not compiled(model, dtype, quantization == "int8", required=compile is True):
+        fuse_operators(model)
         for layer in linears:
             pack(layer)
     collapse_into_huge_pages(weights(model, linears))

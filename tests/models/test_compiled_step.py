@@ -7,10 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.attention.torch_backend import TorchAttention
 from nanovllm.errors import ConfigError
-from nanovllm.layers.compiled import CompiledProduct, find_compiler, load_library
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.compiled import (
+    CompiledNorm,
+    CompiledProduct,
+    CompiledRotateAndStore,
+    CompiledSiluAndMul,
+    find_compiler,
+    load_library,
+)
 from nanovllm.layers.cpu import Int8Product
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.parallel import TPGroup
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import prepare_for_device
 from nanovllm.models.compiled_step import CompiledStep, hindrance
 from tests.models.helpers import Pages, make_model
@@ -260,3 +271,56 @@ def test_compiled_products(shape: tuple[int, int, int], dtype: torch.dtype) -> N
         1e-6 if dtype == torch.float32 else 0.005
     )
     assert logits.dtype == torch.float32 and relative_error(logits.double(), want) < 1e-6
+
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 0.005}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 64), (70, 576), (3, 5, 32)])
+def test_compiled_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    plain = RMSNorm(shape[-1], 1e-5)
+    plain.weight.data = weight.float()
+    compiled = CompiledNorm(load_library(dtype, False), weight)
+    alone = compiled(x, weight, 1e-5)
+    assert isinstance(alone, Tensor) and alone.dtype == dtype
+    assert relative_error(alone.float(), plain(x.float())) < TOLERANCE[dtype]
+    normed, total = compiled(x, weight, 1e-5, residual)
+    assert torch.equal(total, x + residual)
+    assert relative_error(normed.float(), plain((x + residual).float())) < TOLERANCE[dtype]
+    spread = torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype)[..., : shape[-1]]  # rows that do not touch
+    assert torch.equal(compiled(spread, weight, 1e-5), compiled(spread.contiguous(), weight, 1e-5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_compiled_silu_and_mul(dtype: torch.dtype) -> None:
+    x = torch.cat((torch.randn(9, 64), torch.tensor([[-300.0, 300.0] * 32]))).to(dtype) * 3
+    got = CompiledSiluAndMul(load_library(dtype, False))(x)
+    assert got.shape == (10, 32) and relative_error(got.float(), SiluAndMul()(x.float())) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("normed", [False, True])
+def test_compiled_rotate_and_store(normed: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads, size, rows = 9, 3, 32, 5
+    backend = TorchAttention(heads, kv_heads, size, 1.0, 4)
+    qkv, positions = torch.randn(rows, (heads + 2 * kv_heads) * size).to(dtype), torch.tensor([0, 7, 3, 99, 4])
+    slots = torch.tensor([11, 0, -1, 5, 2])
+    rotary, norms = RotaryEmbedding(size, 100, 10_000.0), [RMSNorm(size, 1e-5) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data = torch.randn(size).to(dtype).float()
+    q, k, v = qkv.float().unflatten(1, (-1, size)).split((heads, kv_heads, kv_heads), 1)
+    if normed:
+        q, k = norms[0](q), norms[1](k)
+    q, k = rotary(positions, q, k)
+    want = torch.zeros(2, 3, 4, kv_heads, size)
+    backend.store(k.contiguous(), v.contiguous(), want[0], want[1], slots)
+
+    got = torch.zeros(2, 3, 4, kv_heads, size, dtype=dtype)
+    weights = (norms[0].weight.to(dtype), norms[1].weight.to(dtype), 1e-5) if normed else None
+    compiled = CompiledRotateAndStore(load_library(dtype, False), backend, rotary.cos_sin, weights)
+    queries = compiled(qkv, positions, got[0], got[1], slots)
+    assert relative_error(queries.float(), q) < TOLERANCE[dtype]
+    assert relative_error(got.float(), want) < TOLERANCE[dtype]
+    assert torch.equal(got != 0, want != 0)  # a padded row has written nowhere

@@ -1,11 +1,12 @@
-/* One decode step of a decoder-only model on a CPU: token ids in, hidden states out, all layers in one call.
+/* What a decoder-only model does on a CPU: a whole decode step in one call, and the small operators of other steps.
  *
  * Why: between two products, each of which streams some MB of weights through the cache, a layer runs dozens of small
  * operators. Called one by one from Python each finds its code evicted, and a norm that takes 6 us by itself takes 80.
- * Here a step is one call, keys and values are read where they lie in their blocks, nothing is gathered or allocated,
- * and what is left is the time to read the weights.
+ * In a decode step all layers are one call: keys and values are read where they lie in their blocks, nothing is gathered
+ * or allocated, and what is left is the time to read the weights. In a step with prompts products and attention stay
+ * PyTorch's, and what lies between them is one pass over memory instead of a dozen.
  *
- * The plain twin is models/decoder.py with attention/torch_backend.py; the tests compare the two. layers/compiled.py
+ * The plain twins are models/decoder.py with attention/torch_backend.py; the tests compare the two. layers/compiled.py
  * builds this file, with -DBFLOAT16=1 (weights and cache in bfloat16) or 0 (float32) and with -DINT8=1 for int8 weights
  * with a scale per output. All sums are float32.
  *
@@ -93,6 +94,11 @@ inline void put16(element *p, v16 x) { /* to the nearest, ties to even */
     h16 upper = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, h16);
     memcpy(p, &upper, sizeof upper);
 }
+inline v16 get16(const element *p) {
+    h16 upper;
+    memcpy(&upper, p, sizeof upper);
+    return (v16)(__builtin_convertvector(upper, u16) << 16);
+}
 #define DEALT 2 /* ways in which 32 elements are dealt */
 #else
 typedef float element;
@@ -101,6 +107,7 @@ inline void split(const element *p, v16 *x) {
     x[1] = load(p + 16);
 }
 inline void put16(element *p, v16 x) { store(p, x); }
+inline v16 get16(const element *p) { return load(p); }
 #define DEALT 1
 #endif
 
@@ -292,6 +299,13 @@ inline void rotate(float *x, const float *cos_sin, int64_t H) { /* the pairs (i,
     }
 }
 
+inline void norm_and_rotate(float *vector, const float *gain, const float *cos_sin, int64_t H, float eps) {
+    if (gain) rms_norm(vector, gain, vector, H, eps);
+    rotate(vector, cos_sin, H);
+}
+
+inline v16 silu(v16 x) { return x / (exponential(-larger(x, splat(-88.0f))) + 1.0f); } /* e^89 is no float */
+
 inline void softmax(float *row, int64_t length, float scale) { /* of row * scale; there is room for a multiple of 16 */
     for (int64_t p = length; p % 16; p++) row[p] = -INFINITY;
     v16 tops = load(row), total = splat(0.0f);
@@ -387,11 +401,8 @@ int64_t work_bytes(const Model *m, int T, int64_t longest) { return lay_out(m, T
 static void place(const Model *m, const Layer *l, float *vector, int64_t head, int64_t position, int64_t slot,
                   element *k_cache, element *v_cache) {
     int64_t N = m->N, K = m->K, H = m->H;
-    if (head < N + K) {
-        const float *gain = head < N ? l->q_norm : l->k_norm;
-        if (gain) rms_norm(vector, gain, vector, H, m->eps);
-        rotate(vector, m->cos_sin + position * H, H);
-    }
+    if (head < N + K)
+        norm_and_rotate(vector, head < N ? l->q_norm : l->k_norm, m->cos_sin + position * H, H, m->eps);
     if (head < N) {
         float plain[H];
         memcpy(plain, vector, H * sizeof(float));
@@ -426,7 +437,7 @@ static void run_layer(const Model *m, const Layer *l, const Work *w, int T, cons
     for (int64_t i = 0; i < T * 4; i++) { /* four parts a row */
         const float *gate = w->gate_up + i / 4 * 2 * F, *up = gate + F;
         for (int64_t f = i % 4 * 16; f < F; f += 64)
-            store(w->h + i / 4 * F + f, load(gate + f) / (exponential(-load(gate + f)) + 1.0f) * load(up + f));
+            store(w->h + i / 4 * F + f, silu(load(gate + f)) * load(up + f));
     }
     multiply(&l->down, w->h, w->x, 1, T, w->packed, tiles);
 }
@@ -486,5 +497,56 @@ void linear(const Linear *l, const element *x, float *y, int T, float *memory, i
 #if TILES
         if (tiles) _tile_release();
 #endif
+    }
+}
+
+/* ---- the operators between products and attention, for steps with prompts ---- */
+
+/* x [T, D] -> out [T, D], normed. With a residual it is added first, and the sum, rounded, goes to `total`. */
+void add_norm(const element *x, const element *residual, element *total, const float *gain, element *out, int64_t T,
+              int64_t D, float eps) {
+#pragma omp parallel for schedule(static)
+    for (int64_t t = 0; t < T; t++) {
+        float row[D];
+        for (int64_t i = 0; i < D; i += 16) {
+            v16 value = get16(x + t * D + i);
+            if (residual) {
+                put16(total + t * D + i, value + get16(residual + t * D + i));
+                value = get16(total + t * D + i);
+            }
+            store(row + i, value);
+        }
+        rms_norm(row, gain, row, D, eps);
+        for (int64_t i = 0; i < D; i += 16) put16(out + t * D + i, load(row + i));
+    }
+}
+
+/* gate_up [T, 2 F] -> silu(gate) * up [T, F]. */
+void silu_and_mul(const element *gate_up, element *out, int64_t T, int64_t F) {
+#pragma omp parallel for schedule(static)
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t f = 0; f < F; f += 16) {
+            const element *gate = gate_up + 2 * t * F + f;
+            put16(out + t * F + f, silu(get16(gate)) * get16(gate + F));
+        }
+}
+
+/* qkv [T, N + 2 K, H] -> turned queries [T, N, H]; turned keys and plain values go to their slots. */
+void rotate_and_store(const element *qkv, const int64_t *positions, const int64_t *slots, const float *cos_sin,
+                      const float *q_norm, const float *k_norm, element *k_cache, element *v_cache, element *queries,
+                      int64_t T, int64_t N, int64_t K, int64_t H, float eps) {
+    int64_t heads = N + 2 * K;
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < T * heads; i++) {
+        int64_t t = i / heads, head = i % heads;
+        float vector[H];
+        element *to = queries + (t * N + head) * H;
+        if (head >= N) {
+            if (slots[t] < 0) continue; /* a padded row */
+            to = (head < N + K ? k_cache : v_cache) + (slots[t] * K + (head - N) % K) * H;
+        }
+        for (int64_t h = 0; h < H; h += 16) store(vector + h, get16(qkv + i * H + h));
+        if (head < N + K) norm_and_rotate(vector, head < N ? q_norm : k_norm, cos_sin + positions[t] * H, H, eps);
+        for (int64_t h = 0; h < H; h += 16) put16(to + h, load(vector + h));
     }
 }
