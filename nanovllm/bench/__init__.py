@@ -1,10 +1,10 @@
 """`nanovllm bench`: what the engine does in a second, and where the second goes. A table for people, one JSON line.
 
-    throughput   256 requests of 100 to 1,024 ids in and out, all at once
-    latency      one batch of 1, 8 and 64 streams
-    decode       steps of one batch size at one context, against the bytes that they must read
-    cpu          the default model on this CPU, beside transformers and llama.cpp
-    viz          what a live dashboard costs while generate runs
+throughput   256 requests of 100 to 1,024 ids in and out, all at once
+latency      one batch of 1, 8 and 64 streams
+decode       steps of one batch size at one context, against the bytes that they must read
+cpu          the default model on this CPU, beside transformers and llama.cpp
+viz          what a live dashboard costs while generate runs
 """
 
 import sys

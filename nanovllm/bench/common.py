@@ -83,18 +83,21 @@ def engine(args: argparse.Namespace, **options: Any) -> Iterator[tuple[LLM, dict
         )  # fmt: skip
         with llm:
             runner = llm.model_runner
-            yield llm, {
-                "model": args.random_weights or Path(folder).name,
-                "device": torch.cuda.get_device_name(runner.device) if on_gpu else "cpu",
-                "dtype": str(runner.dtype).removeprefix("torch."),
-                "backend": runner.attention.name,
-                "tensor_parallel_size": args.tp,
-                "cuda_graphs": runner.graphs is not None,
-                "label": args.label,
-                "construction_s": round(perf_counter() - started, 2),
-                "copy_GBps": round(bandwidth / 1e9, 1),
-                "num_kvcache_blocks": llm.config.num_kvcache_blocks,
-            }
+            yield (
+                llm,
+                {
+                    "model": args.random_weights or Path(folder).name,
+                    "device": torch.cuda.get_device_name(runner.device) if on_gpu else "cpu",
+                    "dtype": str(runner.dtype).removeprefix("torch."),
+                    "backend": runner.attention.name,
+                    "tensor_parallel_size": args.tp,
+                    "cuda_graphs": runner.graphs is not None,
+                    "label": args.label,
+                    "construction_s": round(perf_counter() - started, 2),
+                    "copy_GBps": round(bandwidth / 1e9, 1),
+                    "num_kvcache_blocks": llm.config.num_kvcache_blocks,
+                },
+            )
 
 
 def copy_bandwidth(device: str) -> float:
@@ -127,7 +130,8 @@ def step_bytes(llm: LLM, contexts: list[int]) -> int:
     mlp = 3 * config.hidden_size * config.intermediate_size // runner.tp.size
     head = config.hidden_size * config.vocab_size // runner.tp.size
     kv = sum(contexts) * 2 * layers * kv_heads * dim
-    return (layers * (attention + mlp) + head + kv) * int(runner.dtype.itemsize)
+    weight_bytes = 1 if llm.config.quantization == "int8" else int(runner.dtype.itemsize)
+    return (layers * (attention + mlp) + head) * weight_bytes + kv * int(runner.dtype.itemsize)
 
 
 @dataclass
@@ -197,8 +201,15 @@ class StepClock:
         parts = self._parts
         self.steps.append(
             StepTimes(
-                num_tokens > 0, len(seqs), abs(num_tokens), 0, parts.get("schedule", 0.0), parts.get("build", 0.0),
-                parts.get("gpu", 0.0), parts.get("postprocess", 0.0), wall,
+                num_tokens > 0,
+                len(seqs),
+                abs(num_tokens),
+                0,
+                parts.get("schedule", 0.0),
+                parts.get("build", 0.0),
+                parts.get("gpu", 0.0),
+                parts.get("postprocess", 0.0),
+                wall,
             )  # fmt: skip
         )
         return seqs, num_tokens

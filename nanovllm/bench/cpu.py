@@ -16,17 +16,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
 from nanovllm.bench.common import StepClock, copy_bandwidth, step_bytes
+from nanovllm.bench.llama_cpp import LlamaCpp
 from nanovllm.engine.events import StepRecord
+from nanovllm.errors import ConfigError
 from nanovllm.hub import ensure_default_model
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.worker.device import select_dtype
 
 COLD = 1e-6
 
@@ -98,6 +102,14 @@ def continuous_seconds(model: Any, work: Workload) -> float:
     return perf_counter() - started
 
 
+class Engine(NamedTuple):
+    """One way to build the engine, and what is asked of it against the other side (None: only reported)."""
+
+    name: str
+    llm: LLM
+    goal: float | None
+
+
 class Table:
     """Rows of ratios, printed as they come and kept for the JSON line."""
 
@@ -105,22 +117,23 @@ class Table:
         self.repeats = repeats
         self.rows: dict[str, Any] = {}
 
-    def compare(
-        self, name: str, ours: Callable[[], float], theirs: Callable[[], float], num_tokens: int, goal: float
-    ) -> None:
-        """Time both in turns and print how many times faster the first is."""
-        ours(), theirs()  # the first run of either pays for what is set up lazily
-        pairs = [(ours(), theirs()) for _ in range(self.repeats)]
-        ratios = [b / a for a, b in pairs]
-        self.add(
-            name,
-            goal=f">= {goal} x",
-            ratio=round(median(ratios), 2),
-            least=round(min(ratios), 2),
-            most=round(max(ratios), 2),
-            ours_tok_s=round(num_tokens / median(a for a, _ in pairs), 1),
-            theirs_tok_s=round(num_tokens / median(b for _, b in pairs), 1),
-        )
+    def compare(self, name: str, ours: list[Engine], work: Workload, theirs: Callable[[], float]) -> None:
+        """Time all in turns, and print for each engine how many times faster than the other side it is."""
+        for engine in ours:  # the first run of each pays for what is set up lazily
+            engine_seconds(engine.llm, work)
+        theirs()
+        rounds = [[engine_seconds(engine.llm, work) for engine in ours] + [theirs()] for _ in range(self.repeats)]
+        for engine, *times in zip(ours, *[each[:-1] for each in rounds], strict=True):
+            ratios = [each[-1] / time for each, time in zip(rounds, times, strict=True)]
+            self.add(
+                name.format(engine.name),
+                goal="-" if engine.goal is None else f">= {engine.goal} x",
+                ratio=round(median(ratios), 2),
+                least=round(min(ratios), 2),
+                most=round(max(ratios), 2),
+                ours_tok_s=round(work.num_tokens / median(times), 1),
+                theirs_tok_s=round(work.num_tokens / median(each[-1] for each in rounds), 1),
+            )
 
     def add(self, name: str, **values: Any) -> None:
         self.rows[name] = values
@@ -182,53 +195,87 @@ def hook_cost(llm: LLM, work: Workload, repeats: int) -> list[float]:
     return costs
 
 
-def compare_with_transformers(table: Table, folder: str, llm: LLM, dtype: str, tokens: int) -> None:
+def build_engines(table: Table, folder: str, dtype: str) -> dict[str, LLM]:
+    """By name: PyTorch's operators alone ("plain"), with the compiled library, and with int8 weights as well."""
+    engines = {"plain": LLM(folder, dtype=dtype, device="cpu", compile=False)}
+    try:
+        engines["compiled"] = LLM(folder, dtype=dtype, device="cpu", compile=True)
+    except ConfigError as error:  # no compiler here
+        table.add("compiled", not_run=str(error))
+    engines["int8"] = LLM(folder, dtype=dtype, device="cpu", quantization="int8")
+    return engines
+
+
+def goals(engines: dict[str, LLM], **goals: float | None) -> list[Engine]:
+    """Those of the engines that have a goal, with it."""
+    return [Engine(name, engines[name], goal) for name, goal in goals.items() if name in engines]
+
+
+def compare_with_transformers(table: Table, folder: str, engines: dict[str, LLM], dtype: str, tokens: int) -> None:
     rng = random.Random(0)
     stream, mixed = single_stream(rng, tokens), mixed_requests(rng)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
     )
     model.generation_config.eos_token_id = None
-    for name, work, goal in (("one stream", stream, 2.5), ("16 mixed requests", mixed, 7.0)):
-        table.compare(
-            f"{name}, {dtype}, against transformers",
-            lambda work=work: engine_seconds(llm, work),  # type: ignore[misc]
-            lambda work=work: transformers_seconds(model, work),  # type: ignore[misc]
-            work.num_tokens,
-            goal,
-        )
+    ours = goals(engines, plain=2.5, compiled=3.5, int8=3.5)
+    table.compare("one stream, {}, against transformers", ours, stream, lambda: transformers_seconds(model, stream))
+    ours = goals(engines, plain=7.0, compiled=9.0, int8=None)
+    name = "16 mixed requests, {}, against transformers"
+    table.compare(name, ours, mixed, lambda: transformers_seconds(model, mixed))
+    name = "16 mixed requests, {}, against transformers' continuous batching"
     try:
-        table.compare(
-            "16 mixed requests, against transformers' continuous batching",
-            lambda: engine_seconds(llm, mixed),
-            lambda: continuous_seconds(model, mixed),
-            mixed.num_tokens,
-            3.0,
-        )
+        ours = goals(engines, plain=3.0, compiled=3.0)
+        table.compare(name, ours, mixed, lambda: continuous_seconds(model, mixed))
     except Exception as error:  # whatever keeps it from running here is the result of this row
-        table.add("16 mixed requests, against transformers' continuous batching", not_run=f"{error!r}"[:200])
+        table.add(name.format("any"), not_run=f"{error!r}"[:200])
 
 
-def compare_options(table: Table, folder: str, llm: LLM, dtype: str, tokens: int) -> None:
-    """int8 against the plain engine, and the prefix cache against none."""
-    rng = random.Random(1)
-    stream, shared = single_stream(rng, tokens), shared_prefix(rng)
-    with LLM(folder, dtype=dtype, device="cpu", quantization="int8") as quantized:
-        table.compare(
-            "one stream, int8, against the plain engine",
-            lambda: engine_seconds(quantized, stream),
-            lambda: engine_seconds(llm, stream),
-            stream.num_tokens,
-            1.4,
-        )
-    with LLM(folder, dtype=dtype, device="cpu", enable_prefix_caching=False) as uncached:
-        table.compare(
-            "64 requests that share 512 tokens, against no prefix cache",
-            lambda: engine_seconds(llm, shared),
-            lambda: engine_seconds(uncached, shared),
-            shared.num_tokens,
-            3.0,
-        )
+def compare_with_llama_cpp(table: Table, engines: dict[str, LLM], threads: int, tokens: int) -> None:
+    stream = single_stream(random.Random(0), tokens)
+    kinds = {
+        GGMLQuantizationType.BF16: goals(engines, plain=0.6, compiled=0.8),
+        GGMLQuantizationType.Q8_0: goals(engines, int8=0.7),
+    }
+    for kind, ours in kinds.items():
+        name = f"one stream, {{}}, against llama.cpp's {kind.name}"
+        try:
+            other = LlamaCpp(kind, threads, len(stream.prompts[0]) + tokens + 1)
+        except ImportError as error:
+            table.add(name.format("any"), not_run=f"{error}; pip install llama-cpp-python")
+            continue
+        table.compare(name, ours, stream, lambda other=other: other.seconds(stream.prompts[0], tokens))  # type: ignore[misc]
+
+
+def compare_prefix_cache(table: Table, folder: str, engines: dict[str, LLM], dtype: str) -> None:
+    shared = shared_prefix(random.Random(1))
+    ours = list(goals(engines, plain=3.0, compiled=3.0))[-1:]
+    compile = ours[0].name == "compiled"
+    with LLM(folder, dtype=dtype, device="cpu", compile=compile, enable_prefix_caching=False) as uncached:
+        name = "64 requests that share 512 tokens, {}, against no prefix cache"
+        table.compare(name, ours, shared, lambda: engine_seconds(uncached, shared))
+
+
+def report_costs(table: Table, folder: str, engines: dict[str, LLM], repeats: int) -> None:
+    """What a hook, a start and a step cost."""
+    llm = engines.get("compiled", engines["plain"])
+    costs = hook_cost(llm, mixed_requests(random.Random(2)), repeats)
+    table.add(
+        "a hook attached", goal="<= 1 % slower", percent=round(median(costs), 2),
+        least=round(min(costs), 2), most=round(max(costs), 2),
+    )  # fmt: skip
+    child = in_a_fresh_process(folder)
+    above = (child["above_bytes"] - child["weights"] - child["touched_pool"]) / 1e6
+    table.add("import nanovllm", goal="<= 0.3 s", seconds=round(child["import_s"], 3))
+    table.add("construction", goal="<= 4 s", seconds=round(child["construction_s"], 2))
+    table.add("peak above weights and pool, budget 2,048", goal="<= 300 MB", MB=round(above))
+    for name, engine in engines.items():
+        for rows in (1, 16):
+            host, wall, bandwidth = decode_steps(engine, rows)
+            table.add(
+                f"decode step of {rows} rows, {name}", goal="host <= 1.0 ms" if rows == 16 else "-",
+                host_ms=round(host, 3), step_ms=round(wall, 2), GBps=round(bandwidth, 1),
+            )  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
@@ -243,35 +290,23 @@ def main(argv: list[str]) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = str(ensure_default_model())
     table = Table(args.repeats)
-    with LLM(folder, device="cpu") as llm:
-        dtype = str(llm.model_runner.dtype).removeprefix("torch.")
-        facts = {
-            "threads": args.threads,
-            "dtype": dtype,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "copy_GBps": round(copy_bandwidth("cpu") / 1e9, 1),
-        }
-        print("  ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
-        compare_with_transformers(table, folder, llm, dtype, args.tokens)
-        if not args.quick:
-            compare_options(table, folder, llm, dtype, args.tokens)
-            costs = hook_cost(llm, mixed_requests(random.Random(2)), args.repeats)
-            table.add(
-                "a hook attached", goal="<= 1 % slower", percent=round(median(costs), 2),
-                least=round(min(costs), 2), most=round(max(costs), 2),
-            )  # fmt: skip
-            child = in_a_fresh_process(folder)
-            above = (child["above_bytes"] - child["weights"] - child["touched_pool"]) / 1e6
-            table.add("import nanovllm", goal="<= 0.3 s", seconds=round(child["import_s"], 3))
-            table.add("construction", goal="<= 4 s", seconds=round(child["construction_s"], 2))
-            table.add("peak above weights and pool, budget 2,048", goal="<= 300 MB", MB=round(above))
-            for rows in (1, 16):
-                host, wall, bandwidth = decode_steps(llm, rows)
-                table.add(
-                    f"decode step of {rows} rows", goal="host <= 1.0 ms" if rows == 16 else "-",
-                    host_ms=round(host, 3), step_ms=round(wall, 2), GBps=round(bandwidth, 1),
-                )  # fmt: skip
+    dtype = str(select_dtype("auto", torch.device("cpu"), None)).removeprefix("torch.")
+    facts = {
+        "threads": args.threads,
+        "dtype": dtype,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "copy_GBps": round(copy_bandwidth("cpu") / 1e9, 1),
+    }
+    print("  ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+    engines = build_engines(table, folder, dtype)
+    compare_with_transformers(table, folder, engines, dtype, args.tokens)
+    if not args.quick:
+        compare_with_llama_cpp(table, engines, args.threads, args.tokens)
+        compare_prefix_cache(table, folder, engines, dtype)
+        report_costs(table, folder, engines, args.repeats)
+    for llm in engines.values():
+        llm.exit()
     print(json.dumps({"bench": "cpu", **facts, "rows": table.rows}), flush=True)
     return 0
