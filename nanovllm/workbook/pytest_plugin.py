@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from nanovllm.workbook.catalogue import TARGETS, Exercise, Workbook, WorkbookError
-from nanovllm.workbook.grading import Answer, load_answer, preload
+from nanovllm.workbook.grading import Answer, TimeUp, load_answer, preload
 from nanovllm.workbook.outcomes import FAILED, NOT_RUN, TODO, ExerciseResult, TestResult, table_text
 from nanovllm.workbook.runner import judge, rule_of, time_limit
 
@@ -43,6 +43,7 @@ class GradingSession:
         self.seed: int = option.grade_seed
         self.selected = {exercise.id for exercise in self.workbook.select(*(option.ex or ()), *(option.ch or ()))}
         self.results: dict[str, ExerciseResult] = {}
+        self.looping: set[str] = set()  # exercises of which a test ran into its time limit
 
     def exercise_of(self, path: Path) -> Exercise | None:
         """The exercise that a test file grades; None for any other file."""
@@ -53,9 +54,7 @@ class GradingSession:
 
     def seconds(self, exercise: Exercise) -> float:
         """The time limit of the next test: short once a test of the same exercise has run into it."""
-        earlier = self.results.get(exercise.id)
-        looping = earlier is not None and any(test.seconds >= exercise.timeout for test in earlier.tests)
-        return min(1.0, exercise.timeout) if looping else exercise.timeout
+        return min(1.0, exercise.timeout) if exercise.id in self.looping else exercise.timeout
 
     def add(self, exercise: Exercise, result: TestResult) -> None:
         self.results.setdefault(exercise.id, ExerciseResult.empty(exercise)).tests.append(result)
@@ -137,6 +136,8 @@ def judged(item: pytest.Item, session: GradingSession, exercise: Exercise) -> It
         raise
     except BaseException as error:
         caught = error
+        if isinstance(error, TimeUp):
+            session.looping.add(exercise.id)
         raise
     finally:
         seconds, loaded = time.perf_counter() - start, item.stash.get(ANSWER, None)

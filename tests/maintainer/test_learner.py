@@ -135,8 +135,9 @@ def test_a_loop_without_end_is_stopped(workbook: Workbook) -> None:
     loop = "    while True:\n        try:\n            int('x')\n        except Exception:\n            pass\n"
     write(workbook, "4.1", loop)
     result = check("4.1").results[0]
-    assert result.state == FAILED and result.seconds < 15
-    assert "still running" in (result.first_failure.text if result.first_failure else "")
+    first, *others = [test.text for test in result.tests]
+    assert result.state == FAILED and "still running after 5 s" in first
+    assert all("still running after 1 s" in text for text in others), "once is enough of that"
 
 
 def test_hints_answer_the_failure_and_climb(workbook: Workbook) -> None:
