@@ -15,6 +15,7 @@ import torch
 
 from nanovllm import __version__
 from nanovllm.attention import describe_backends
+from nanovllm.layers.compiled import find_compiler
 from nanovllm.paths import cache_home, default_model_path, is_model_folder, list_models
 from nanovllm.worker.device import cpu_computes_bfloat16, select_device, select_dtype
 
@@ -133,6 +134,7 @@ def abilities(device: torch.device) -> list[Row]:
     return [
         ("demo, notebooks", f"short of memory: {gib(DEMO_MEMORY)} are wanted" if short else "yes"),
         ("live views", "yes" if widgets else "no: they need jupyterlab and anywidget"),
+        ("compiled steps on a CPU", compiled_steps()),
         ("CUDA graphs", "yes" if gpus else "no: they need an NVIDIA GPU; decoding runs eagerly"),
         ("tensor parallelism", tensor_parallelism(gpus) if distributed else "no: this torch has no torch.distributed"),
         ("Triton kernels", triton_kernels(gpus)),
@@ -144,6 +146,13 @@ def tensor_parallelism(gpus: int) -> str:
     if gpus > 1:
         return f"yes: up to {gpus} ranks, one a GPU"
     return "yes, to learn from: ranks are processes on the CPU (device='cpu'), which gains no speed"
+
+
+def compiled_steps() -> str:
+    compiler = find_compiler()
+    if compiler is None:
+        return "no: there is no C compiler (cc, gcc, clang); with one a CPU decodes about twice as fast"
+    return f"yes: {compiler} builds them when the first engine is made"
 
 
 def triton_kernels(gpus: int) -> str:

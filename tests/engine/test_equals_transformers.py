@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 NEAR_TIE = 1e-4
 SETTINGS: dict[str, dict[str, Any]] = {
     "block size 256": {},
-    "block size 16": {"kvcache_block_size": 16, "attention_backend": "torch"},
+    "block size 16": {"kvcache_block_size": 16, "attention_backend": "torch", "compile": False},
     "budget of 64 tokens": {"max_num_batched_tokens": 64},
     "tight pool": {"kvcache_block_size": 16, "attention_backend": "torch"},  # its size follows from the prompts
     "mixed policy": {"scheduling_policy": "mixed", "max_num_batched_tokens": 512},
