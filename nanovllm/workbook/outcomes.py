@@ -6,6 +6,7 @@ failed   an answer is there and breaks a rule
 not run  this machine lacks what the exercise needs
 """
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -16,6 +17,7 @@ from nanovllm.workbook.catalogue import LAYERS, Exercise, Workbook
 PASSED, TODO, FAILED, NOT_RUN = "passed", "todo", "failed", "not run here"
 MARKS = {PASSED: "✓", TODO: "·", FAILED: "✗", NOT_RUN: "–"}
 LABELS = {PASSED: "passed", TODO: "TODO", FAILED: "failed", NOT_RUN: "not run here"}
+WIDTH = 100  # columns of a paragraph
 
 
 @dataclass(slots=True)
@@ -110,8 +112,9 @@ def table_text(workbook: Workbook, results: Iterable[ExerciseResult], target: st
             passed = sum(test.state == PASSED for test in row.tests)
             tests = f"{passed}/{len(row.tests)}"
             head = f"  {row.exercise_id:<4} {row.title[:38]:<38}  {MARKS[row.state]} {LABELS[row.state]:<12}"
-            points = f"{tests:>6} tests  {row.points:>2}/{row.total_points} points"
-            lines.append(f"{head}{points}  {_remark(row)}".rstrip()[:200])
+            lines.append(f"{head}{tests:>6} tests  {row.points:>2}/{row.total_points} points")
+            if remark := _remark(row):
+                lines.append(wrapped(remark, " " * 7, " " * 7))
         lines.append(f"  points: {sum(row.points for row in rows)} of {sum(row.total_points for row in rows)}")
     return "\n".join(lines)
 
@@ -127,7 +130,7 @@ def table_html(workbook: Workbook, results: Iterable[ExerciseResult], target: st
         body = "".join(_row_html(row) for row in rows)
         points, total = sum(row.points for row in rows), sum(row.total_points for row in rows)
         parts.append(
-            f'<table style="text-align:left"><caption style="text-align:left;font-weight:700">'
+            f'<table style="text-align:left"><caption style="text-align:left;font-weight:700;white-space:nowrap">'
             f"Chapter {chapter.number}: {escape(chapter.title)} · {points} of {total} points · target: {escape(target)}"
             f"</caption>{body}</table>"
         )
@@ -165,5 +168,14 @@ class Shown:
 
 
 def pre(text: str) -> str:
-    """Text as HTML that keeps its lines."""
-    return f'<pre style="white-space:pre-wrap;line-height:1.4;margin:0.3em 0">{escape(text)}</pre>'
+    """Text as HTML that keeps its lines. Too long ones go on in the next, at a space (JupyterLab's own style would
+    break them in the middle of a word)."""
+    style = "white-space:pre-wrap;word-break:normal;overflow-wrap:break-word;line-height:1.4;margin:0.3em 0"
+    return f'<pre style="{style}">{escape(text)}</pre>'
+
+
+def wrapped(text: str, first: str = "", others: str = "") -> str:
+    """A paragraph in lines of at most `WIDTH` columns, broken at spaces. first, others: what the lines begin with."""
+    return textwrap.fill(
+        text, WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )

@@ -20,7 +20,7 @@ from typing import Any
 
 from nanovllm.workbook import state
 from nanovllm.workbook.catalogue import Workbook, WorkbookError
-from nanovllm.workbook.outcomes import Shown, pre
+from nanovllm.workbook.outcomes import Shown, pre, wrapped
 
 KINDS = ("choice", "number", "order", "blocks")
 HOW = {
@@ -84,14 +84,18 @@ def answer(chapter: str | float, number: int, given: Any) -> Shown:
         workbook = Workbook.find()
         done = {*state.load(workbook).get(f"quiz {name}", {}).get("right", []), number}
         state.remember(workbook, f"quiz {name}", right=sorted(done))
-    return Shown(f"{'✓ Right.' if right else '✗ Not yet.'} {reason}")
+    return Shown(wrapped(f"{'✓ Right.' if right else '✗ Not yet.'} {reason}"))
 
 
 def question_text(number: int, question: dict[str, Any]) -> str:
-    """One question as text."""
+    """One question as text. A line that begins with spaces stays as the author wrote it (a table, a piece of code)."""
+    lines = [
+        f"   {line}" if line.startswith(" ") else wrapped(line, "   ", "   ")
+        for line in question["text"].strip().splitlines()
+    ]
     pairs = zip(letters(question), question.get("options", ()), strict=True)
-    options = [f"   {letter}) {text}" for letter, text in pairs]
-    return "\n".join([f"{number}. {question['text'].strip()}", *options, f"   [{HOW[question['kind']]}]"])
+    options = [wrapped(text, f"   {letter}) ", " " * 6) for letter, text in pairs]
+    return "\n".join([f"{number}. {lines[0][3:]}", *lines[1:], *options, f"   [{HOW[question['kind']]}]"])
 
 
 class Quiz(Shown):
