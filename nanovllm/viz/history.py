@@ -53,6 +53,7 @@ class History:
         self.rows: dict[int, bytearray] = {}  # in the order of arrival
         self.ended: dict[int, None] = {}  # the keys of `rows` that are over, in the order in which they ended
         self.num_sequences = 0  # ever seen, also those no longer remembered
+        self.most_rows = 0  # of any step
         self.totals = dict.fromkeys(SUMS, 0.0)
 
     # -- adding a step
@@ -64,6 +65,7 @@ class History:
             self.columns.append([float(record.step)] + [0.0] * (len(FIELDS) - 1))
         self._add_sums(self.columns[-1], record)
         self.num_sequences += len(record.queued)
+        self.most_rows = max(self.most_rows, len(record.rows))
         for seq_id, _ in record.queued:
             self._mark(seq_id, WAITING, 0)
         for admission in record.admitted:
@@ -174,7 +176,7 @@ class History:
     # -- to and from a file
 
     def to_json(self) -> dict[str, Any]:
-        names = ("capacity", "max_sequences", "steps_per_column", "num_sequences", "totals", "columns")
+        names = ("capacity", "max_sequences", "steps_per_column", "num_sequences", "most_rows", "totals", "columns")
         rows = [[seq_id, row[: len(self.columns)].hex()] for seq_id, row in self.rows.items()]
         return {**{name: getattr(self, name) for name in names}, "rows": rows, "ended": list(self.ended)}
 
@@ -183,6 +185,7 @@ class History:
         history = cls(data["capacity"], data["max_sequences"])
         for name in ("steps_per_column", "num_sequences", "totals", "columns"):
             setattr(history, name, data[name])
+        history.most_rows = data.get("most_rows", history.num_sequences)  # files of older versions do not say
         for seq_id, cells in data["rows"]:
             row = bytes.fromhex(cells)
             history.rows[seq_id] = bytearray(row + bytes(history.capacity - len(row)))

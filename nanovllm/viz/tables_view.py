@@ -49,8 +49,10 @@ class BlockTablesView(View):
         return not self.tokens
 
     def height(self, width: float, moment: Moment) -> float:
-        seen = -(-moment.history.num_sequences // 4) * 4
-        lines = min(self.lines, max(4, 2 * seen if self.tokens else seen))  # it grows at most a few times in a run
+        if self.tokens:  # two lines for each sequence of the fullest step
+            lines = min(self.lines, max(4, 2 * moment.history.most_rows))
+        else:
+            lines = min(self.lines, max(4, -(-moment.history.num_sequences // 4) * 4))  # it grows a few times in a run
         if self.tokens and moment.state is not None and not can_show_tokens(moment.state):
             lines = 1
         return TITLE + LEGEND + GAP + lines * (SLOT_LINE if self.tokens else ROW)

@@ -16,6 +16,7 @@ from nanovllm.viz.recorder import Recorder
 from nanovllm.viz.scene import NO_COLOR, PALETTE, Rects, Scene, Texts, clip, hue, text_width
 from nanovllm.viz.scheduler_view import runs
 from nanovllm.viz.still import draw_figure, png
+from nanovllm.viz.tables_view import SLOT_LINE
 from nanovllm.viz.words import ranges, step_lines, token_text
 from tests.viz.toy import ToyEngine, prompts_like_chats
 
@@ -230,6 +231,23 @@ def test_sequences_that_end_are_shown_once_more() -> None:
         llm.step()
     assert "s0 ended with 7 tokens in blocks 0–1" in BlockTablesView(recorder).text()
     assert ThroughputView(recorder).text().startswith("Throughput after step 2: 2 steps")
+
+
+def test_the_token_view_is_as_high_as_the_fullest_step_wanted() -> None:
+    """Ten sequences one after the other need no more room than one; three side by side need more."""
+    heights = {}
+    for at_once in (1, 3):
+        llm, recorder = ToyEngine(), Recorder()
+        recorder.attach(llm)
+        for _ in range(10):
+            for _ in range(at_once):
+                llm.add_request([1] * 6, SamplingParams(max_tokens=2))
+            while not llm.is_finished():
+                llm.step()
+        view = BlockTablesView(recorder, tokens=True)
+        heights[at_once] = view.height(1000, recorder.moment())
+    assert heights[1] < heights[3]
+    assert heights[3] - heights[1] == 2 * SLOT_LINE  # 4 lines at least, and 6
 
 
 # -- looks
