@@ -28,6 +28,7 @@ from nanovllm.worker.kv_cache import KVCacheSizer, allocate_kv_cache
 from nanovllm.worker.link import RankLink
 
 CPU_PREFILL_CHUNK = 1024  # prompt tokens in one step on a CPU, where a step should stay short
+MAX_RECORDED_ON_CPU = 32  # rows of the largest decode step that a plugged-in recorder gets on a CPU
 
 
 class ModelRunner:
@@ -135,15 +136,17 @@ class ModelRunner:
     def _capture_graphs(self, parts: Parts) -> DecodeGraphs | None:
         """CUDA graphs of the decode steps, where there is a GPU, a backend that allows it, and nobody said eager.
 
-        A plugged-in `record` needs no GPU: it says itself how a step is run again.
+        A plugged-in `record` needs no GPU: it says itself how a step is run again. Recording runs the step, which on a
+        CPU takes about as long for each row more; so only small batches are recorded there.
         """
         config, graphs = self.config, parts.resolve(DecodeGraphs)
         on_gpu = self.device.type == "cuda" and self.attention.capturable
         if config.enforce_eager or not (on_gpu or graphs.record is not DecodeGraphs.record):
             return None
         max_blocks = -(-config.max_model_len // config.kvcache_block_size)
-        inputs = parts.resolve(StepInputs)(graphs.graph_sizes(config.max_num_seqs)[-1], max_blocks, self.device)
-        return graphs(self._decode_logits, config.max_num_seqs, inputs)
+        rows = config.max_num_seqs if on_gpu else min(config.max_num_seqs, MAX_RECORDED_ON_CPU)
+        inputs = parts.resolve(StepInputs)(graphs.graph_sizes(rows)[-1], max_blocks, self.device)
+        return graphs(self._decode_logits, rows, inputs)
 
     def _decode_logits(self, batch: InputBatch) -> Tensor | None:
         """Logits of all rows of a decode step, one query each."""
