@@ -174,8 +174,8 @@ def pre(text: str) -> str:
     return f'<pre style="{style}">{escape(text)}</pre>'
 
 
-def wrapped(text: str, first: str = "", others: str = "") -> str:
-    """A paragraph in lines of at most `WIDTH` columns, broken at spaces. first, others: what the lines begin with."""
+def wrapped(text: str, first: str = "", others: str = "", width: int = WIDTH) -> str:
+    """A paragraph in lines of at most `width` columns, broken at spaces. first, others: what the lines begin with."""
     return textwrap.fill(
-        text, WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+        text, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 from nanovllm.workbook import state
 from nanovllm.workbook.catalogue import Workbook, WorkbookError
-from nanovllm.workbook.outcomes import Shown, pre, wrapped
+from nanovllm.workbook.outcomes import WIDTH, Shown, pre, wrapped
 
 KINDS = ("choice", "number", "order", "blocks")
 HOW = {
@@ -87,14 +87,15 @@ def answer(chapter: str | float, number: int, given: Any) -> Shown:
     return Shown(wrapped(f"{'✓ Right.' if right else '✗ Not yet.'} {reason}"))
 
 
-def question_text(number: int, question: dict[str, Any]) -> str:
-    """One question as text. A line that begins with spaces stays as the author wrote it (a table, a piece of code)."""
+def question_text(number: int, question: dict[str, Any], width: int = WIDTH) -> str:
+    """One question as text, in lines of `width` columns. A line that begins with spaces stays as its author wrote it (a
+    table, a piece of code)."""
     lines = [
-        f"   {line}" if line.startswith(" ") else wrapped(line, "   ", "   ")
+        f"   {line}" if line.startswith(" ") else wrapped(line, "   ", "   ", width)
         for line in question["text"].strip().splitlines()
     ]
     pairs = zip(letters(question), question.get("options", ()), strict=True)
-    options = [wrapped(text, f"   {letter}) ", " " * 6) for letter, text in pairs]
+    options = [wrapped(text, f"   {letter}) ", " " * 6, width) for letter, text in pairs]
     return "\n".join([f"{number}. {lines[0][3:]}", *lines[1:], *options, f"   [{HOW[question['kind']]}]"])
 
 
@@ -103,9 +104,13 @@ class Quiz(Shown):
 
     def __init__(self, chapter: str, title: str, questions: tuple[dict[str, Any], ...]) -> None:
         self.chapter, self.questions = chapter, questions
-        body = [question_text(number, question) for number, question in enumerate(questions, 1)]
         foot = f'Answer with: answer("{chapter}", 1, ...), or: nanovllm quiz {chapter} 1 ...'
-        super().__init__("\n\n".join([f"Quiz of chapter {chapter}: {title}", *body, foot]))
+
+        def text(width: int) -> str:
+            body = [question_text(number, question, width) for number, question in enumerate(questions, 1)]
+            return "\n\n".join([f"Quiz of chapter {chapter}: {title}", *body, foot])
+
+        super().__init__(text(WIDTH), pre(text(sys.maxsize)))  # a browser knows its own width
 
     def widget(self) -> Any:
         """The quiz as an ipywidgets box. Raises ImportError without ipywidgets."""
@@ -135,7 +140,7 @@ class Quiz(Shown):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """Widgets where they can be drawn; the text twin stays with the page."""
-        plain = {"text/plain": self.text, "text/html": pre(self.text)}
+        plain = {"text/plain": self.text, "text/html": self.html}
         try:
             bundle = self.widget()._repr_mimebundle_()
         except ImportError:

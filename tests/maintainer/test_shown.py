@@ -1,5 +1,7 @@
 """What the workbook says keeps to the page: paragraphs in lines of at most 100 columns, broken between words."""
 
+from html import escape
+
 import pytest
 
 from nanovllm.workbook.catalogue import Workbook
@@ -20,6 +22,7 @@ def test_a_quiz_keeps_to_the_page_and_loses_no_word(chapter: object) -> None:
             expected = text.split()
             starts = [i for i, word in enumerate(words) if word == expected[0]]
             assert any(words[i : i + len(expected)] == expected for i in starts), text
+            assert escape(text.strip()) in shown._repr_html_(), "a browser breaks the lines itself"
     assert "word-break:normal" in shown._repr_html_(), "JupyterLab breaks preformatted text anywhere"
 
 
