@@ -90,8 +90,10 @@ class DecodeGraphs:
         self.cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self.last_size = 0  # of the graph that was replayed last
         self.graphs: dict[int, Recording] = {}
-        gc.collect()  # an old graph that is freed during a capture would spoil it
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.pool: Any = None
+        if device.type == "cuda":
+            gc.collect()  # an old graph that is freed during a capture would spoil it
+            self.pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):  # the largest first: the smaller ones fit into its memory
             self.graphs[size] = self.record(forward, self.batch(size))
 
