@@ -214,8 +214,9 @@ def goals(engines: dict[str, LLM], **goals: float | None) -> list[Engine]:
 def compare_with_transformers(table: Table, folder: str, engines: dict[str, LLM], dtype: str, tokens: int) -> None:
     rng = random.Random(0)
     stream, mixed = single_stream(rng, tokens), mixed_requests(rng)
+    keyword = "dtype" if transformers.__version__ >= "4.56" else "torch_dtype"  # of 4.x and 5.x, which is all there is
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
+        folder, local_files_only=True, trust_remote_code=False, **{keyword: getattr(torch, dtype)}
     )
     model.generation_config.eos_token_id = None
     ours = goals(engines, plain=2.5, compiled=3.5, int8=3.5)

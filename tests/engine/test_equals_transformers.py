@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.paths import default_model_path, is_model_folder
+from tests.models.helpers import load_reference
 
 pytestmark = pytest.mark.skipif(
     not is_model_folder(default_model_path()), reason="the default model is not here; `nanovllm model get` fetches it"
@@ -110,7 +111,7 @@ def run_setting(name: str, prompts: list[list[int]], expected: list[Expected], c
 
 @pytest.fixture(scope="module")
 def transformers_model() -> Iterator[Any]:
-    yield AutoModelForCausalLM.from_pretrained(default_model_path(), dtype=torch.float32, local_files_only=True)
+    yield load_reference(default_model_path())
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,10 @@ def test_rms_norm_takes_heads() -> None:
 @pytest.mark.parametrize("scaling", [None, LLAMA3], ids=["default", "llama3"])
 def test_rotary_equals_transformers(scaling: dict[str, Any] | None) -> None:
     options = scaling or {"rope_type": "default", "rope_theta": 10000.0}
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=300, rope_parameters=options)
+    rope = {"rope_parameters": options}
+    if not hasattr(LlamaConfig(), "rope_parameters"):  # transformers 4
+        rope = {"rope_theta": options["rope_theta"], "rope_scaling": scaling}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=300, **rope)
     positions = torch.tensor([0, 1, 2, 130, 131, 7, 299])
     q, k = torch.randn(7, 4, 16), torch.randn(7, 2, 16)
     ours = RotaryEmbedding(

@@ -38,9 +38,14 @@ def make_model(
     return model
 
 
+def load_reference(folder: Path | str) -> Any:
+    """The model of a folder in transformers, float32: its versions do not agree on the name of the option."""
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+
+
 def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
     """Logits [T, V] of transformers, float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_reference(folder)
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([token_ids])).logits[0]
     return logits

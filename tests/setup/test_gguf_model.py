@@ -11,10 +11,11 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.gguf_model import LAYER_NAMES, OUTER_NAMES, convert_gguf, hf_name, split_pairs, to_bfloat16
+from tests.models.helpers import load_reference
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny_model
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 16, 2
@@ -111,7 +112,7 @@ def test_weights_come_back_under_their_names(pair: tuple[Path, Path]) -> None:
 
 def test_the_converted_model_computes_the_same(pair: tuple[Path, Path]) -> None:
     """Rows in the wrong order would leave every weight in the file and yet change every logit."""
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in pair]
+    models = [load_reference(folder) for folder in pair]
     input_ids = torch.tensor([[5, 80, 131, 7, 260, 44, 9, 201]])
     with torch.no_grad():
         before, after = (model(input_ids).logits for model in models)

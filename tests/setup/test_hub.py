@@ -233,11 +233,12 @@ def test_the_real_default_model(home: Path) -> None:
 
 def answer(folder: Path, question: str) -> str:
     """What transformers makes of the model, greedily."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from tests.models.helpers import load_reference
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_reference(folder)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
     )
