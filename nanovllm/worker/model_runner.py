@@ -81,6 +81,7 @@ class ModelRunner:
         config, model = self.config, self.model
         if self.device.type == "cuda":
             self.warmup()
+            torch.cuda.empty_cache()  # else `used` counts what the step took, which `peak - current` counts as well
         if config.num_kvcache_blocks == -1:
             sizer = parts.resolve(KVCacheSizer)()
             size = sizer.block_bytes(
