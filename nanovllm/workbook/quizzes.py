@@ -4,7 +4,7 @@ The data file `data/quizNN.toml` holds no answer in the open: each key is a salt
 telling it, nothing more. ``python -m nanovllm.workbook.quizzes 4 2 b`` prints the key of an answer for authors.
 
     [[question]]
-    kind = "choice"                     # or "number", "order", "blocks"
+    kind = "choice"                     # or "number", "order", "numbers"
     text = "…"
     options = ["…", "…", "…"]           # choice: a, b, c …; order: the steps, shuffled by the author
     reasons = ["…", "…", "…"]           # choice: one for every option
@@ -22,12 +22,12 @@ from nanovllm.workbook import state
 from nanovllm.workbook.catalogue import Workbook, WorkbookError
 from nanovllm.workbook.outcomes import WIDTH, Shown, pre, wrapped
 
-KINDS = ("choice", "number", "order", "blocks")
+KINDS = ("choice", "number", "order", "numbers")
 HOW = {
     "choice": "answer with a letter",
     "number": "answer with a number",
     "order": "answer with the letters in order, as in: c a b",
-    "blocks": "answer with the block numbers in order, as in: 3 0 5",
+    "numbers": "answer with the numbers in order, as in: 3 0 5",
 }
 
 
@@ -48,7 +48,7 @@ def normal_form(question: dict[str, Any], given: Any) -> str:
         words = list(words[0])
     if question["kind"] == "choice" and (len(words) != 1 or words[0] not in letters(question)):
         raise ValueError(f"one letter of {', '.join(letters(question))}")
-    return " ".join(str(int(word)) for word in words) if question["kind"] == "blocks" else " ".join(words)
+    return " ".join(str(int(word)) for word in words) if question["kind"] == "numbers" else " ".join(words)
 
 
 def letters(question: dict[str, Any]) -> list[str]:
