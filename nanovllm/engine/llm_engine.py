@@ -372,11 +372,10 @@ class LLMEngine:
     def _abandon(self, seq_id: int) -> None:
         """Give up the request of an iterator that was closed or forgotten: by the garbage collector, at any moment and
         in any thread."""
-        with DeferredInterrupt():
-            reader = self._readers.get(seq_id)
-            if reader is not None:
-                self._abandoned.append(reader)
-            self._abort_abandoned_if_idle()
+        reader = self._readers.get(seq_id)
+        if reader is not None:
+            self._abandoned.append(reader)
+        self._abort_abandoned_if_idle()
 
     # ---- watching ------------------------------------------------------------------------------------------------
 
