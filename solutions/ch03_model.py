@@ -206,7 +206,7 @@ def attend(self: TorchAttention, q: Tensor, k_cache: Tensor, v_cache: Tensor, me
 
     A query sees the tokens up to and including itself. With 3 queries and 5 tokens, the queries stand at positions 2,
     3, 4 and see 3, 4 and 5 tokens. Scores are `self.scale * (q · k)`, then a softmax over the visible tokens, then the
-    weighted sum of their values. Every K-th of the heads shares keys: of N = 6 heads and K = 2 kv heads, heads 0, 1, 2
+    weighted sum of their values. N / K neighbouring heads share keys: of N = 6 heads and K = 2 kv heads, heads 0, 1, 2
     read kv head 0 and heads 3, 4, 5 kv head 1 (`self.num_heads`, `self.num_kv_heads`).
 
     Returns [T, N, H]. Entries of a block table behind a row's last block mean nothing and may be any number; slots
