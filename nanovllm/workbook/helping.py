@@ -5,7 +5,7 @@ import difflib
 from nanovllm.workbook import state
 from nanovllm.workbook.catalogue import Exercise, Workbook, WorkbookError
 from nanovllm.workbook.generate import stubs
-from nanovllm.workbook.outcomes import FAILED, LABELS, MARKS, PASSED, TODO, Shown, pre
+from nanovllm.workbook.outcomes import FAILED, LABELS, MARKS, PASSED, TODO, Shown, pre, wrapped
 from nanovllm.workbook.sources import answer_state, definition, paste, put_definition, read_source
 
 LAST_LEVEL = 4
@@ -27,8 +27,8 @@ def hint(exercise: str | float, level: int | None = None) -> Shown:
     failed = known.get("failed_test") if known.get("state") == FAILED else None
     if failed:
         lines += [f"Your last check failed at: {failed.replace('__', ': ').replace('_', ' ')}", known.get("rule") or ""]
-        lines += [found.replies[failed]] if failed in found.replies else []
-    lines += ["", found.hints[level - 1]]
+        lines += [wrapped(found.replies[failed])] if failed in found.replies else []
+    lines += ["", *map(wrapped, found.hints[level - 1].splitlines())]
     if level == LAST_LEVEL:
         lines += ["", answer_diff(workbook, found)]
     else:
