@@ -202,6 +202,20 @@ def test_a_stream_collected_in_the_middle_of_a_step(tiny_model_dir: Path) -> Non
         assert not llm._unclaimed and not llm._readers
 
 
+@pytest.mark.parametrize("look", [lambda llm: llm.is_finished(), lambda llm: not llm.snapshot().running])
+def test_who_looks_sees_no_request_of_a_stream_that_is_gone(
+    tiny_model_dir: Path, look: Callable[[LLM], bool]
+) -> None:
+    """Its reader is gone, and its own clean-up was interrupted before it could give the request up."""
+    with build(tiny_model_dir) as llm:
+        held = llm.stream(PROMPTS[1], cold(50))
+        next(held)
+        assert not look(llm)
+        llm._abandoned.extend(llm._readers.values())  # as Python does when a reader goes
+        assert look(llm)
+        assert_whole(llm)
+
+
 def test_a_stream_collected_in_another_thread(tiny_model_dir: Path) -> None:
     with build(tiny_model_dir) as llm:
         held = [llm.stream(PROMPTS[1], cold(50))]
