@@ -50,7 +50,9 @@ ALLOWED = {
 READS_ALL = ENGINE_PARTS | {"engine.llm_engine", "llm", "hub", "gguf_model", "diagnosis", "demo", "bench", "cli"}
 
 # Optional dependencies, and transformers where only an engine needs it: these may be imported inside a function.
-LATE_IMPORTS = {"triton", "flash_attn", "matplotlib", "ipywidgets", "anywidget", "IPython", "llama_cpp", "jupyter_client"}
+LATE_IMPORTS = {
+    "triton", "flash_attn", "llama_cpp", "matplotlib", "ipywidgets", "anywidget", "IPython", "jupyter_client",
+}  # fmt: skip
 # So may the modules of our own that begin with importing an optional dependency.
 NEEDS_OPTIONAL = {
     "nanovllm.attention.flash_backend",
