@@ -95,7 +95,10 @@ def make_tiny_model(
     config_class, model_class = CLASSES[architecture]
     options = {**COMMON, **DEFAULTS[architecture], **overrides}
     if "rope_parameters" in overrides:
-        options.pop("rope_theta")
+        del options["rope_theta"]
+        if not hasattr(config_class(), "rope_parameters"):  # transformers 4 has two fields for it
+            rope = dict(options.pop("rope_parameters"))
+            options.update(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**options))
