@@ -1,6 +1,8 @@
 """llama.cpp beside the engine: the same weights in a GGUF file, and one stream's seconds. Needs llama-cpp-python."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -50,10 +52,19 @@ def write_gguf(source: Path, target: Path, kind: GGMLQuantizationType) -> None:
 
 
 class LlamaCpp:
-    """One stream through llama.cpp on `threads` threads. Raises `ImportError` where llama-cpp-python is missing."""
+    """One stream through llama.cpp on `threads` threads. Raises `ImportError` where llama-cpp-python is missing, and
+    `RuntimeError` where it dies on this machine, which a process of its own tries first."""
 
-    def __init__(self, kind: GGMLQuantizationType, threads: int, context: int) -> None:
+    def __init__(self, kind: GGMLQuantizationType, threads: int, context: int, tried: bool = False) -> None:
         from llama_cpp import Llama  # optional: nothing but this bench wants it
+
+        if not tried:
+            code = (
+                f"from {__name__} import *; LlamaCpp(GGMLQuantizationType.{kind.name}, 1, 64, True).seconds([1, 2], 2)"
+            )
+            result = subprocess.run([sys.executable, "-c", code], capture_output=True)
+            if result.returncode:
+                raise RuntimeError(f"llama.cpp dies on {kind.name} here (exit code {result.returncode})")
 
         self.model: Any = Llama(
             str(gguf_file(kind)), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False
