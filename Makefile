@@ -14,10 +14,12 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 # The maintainers' tests. Those in tests/chNN grade the exercises; a bare `pytest` runs them.
-TESTS := $(filter-out tests/ch%,$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
+# The long ones come first, so that no core waits for the other at the end.
+LONG := tests/engine tests/notebooks tests/maintainer tests/browser
+TESTS := $(LONG) $(filter-out $(LONG) tests/ch%,$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
 
 # Files of tests side by side, one thread each: two cores are busy then, and no two threads wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup model demo lab test test-slow notebooks clean
 

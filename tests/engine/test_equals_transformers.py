@@ -133,13 +133,14 @@ def many(transformers_model: Any, tokenizer: Any) -> tuple[list[list[int]], list
     return prompts, [greedy(transformers_model, prompt, 64) for prompt in prompts]
 
 
+@pytest.mark.timeout(1200)  # transformers on one thread of a slow machine takes minutes
 @pytest.mark.parametrize("name", SETTINGS)
 def test_eight_prompts(few: Any, name: str) -> None:
     run_setting(name, *few, count=24, preemptions=1)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sixty_four_prompts(many: Any, name: str) -> None:
     run_setting(name, *many, count=64, preemptions=20)

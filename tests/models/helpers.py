@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers import shipped
+from nanovllm.layers.huge_pages import collapse_into_huge_pages
 from nanovllm.layers.parallel import ALONE, TPGroup
 from nanovllm.models import ModelConfig, build_model, load_model
 
@@ -40,7 +41,9 @@ def make_model(
 
 def load_reference(folder: Path | str) -> Any:
     """The model of a folder in transformers, float32: its versions do not agree on the name of the option."""
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+    collapse_into_huge_pages(model.parameters())  # generating with it is most of the time of some tests
+    return model
 
 
 def reference_logits(folder: Path, token_ids: list[int]) -> Tensor:
