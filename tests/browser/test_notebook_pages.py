@@ -10,11 +10,11 @@ from nanovllm.workbook.catalogue import Workbook
 from nanovllm.workbook.notebooks import scratch_workbook
 from tests.browser.rig import Lab, Notebook
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORKBOOK = Workbook.find()
 PATHS = sorted((WORKBOOK.root / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-SECONDS = 280
+SECONDS = 560
 
 pages = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 

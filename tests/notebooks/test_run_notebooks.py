@@ -13,7 +13,7 @@ from nanovllm.workbook.catalogue import Workbook
 
 WORKBOOK = Workbook.find()
 PATHS = sorted((WORKBOOK.root / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-CPU_SECONDS = 2 * 60  # a minute on two cores
+CPU_SECONDS = 4 * 60  # a page takes a minute on two cores at most; as much again for a machine with busy neighbours
 
 pages = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 
@@ -39,6 +39,7 @@ def test_page_has_its_parts(path: Path) -> None:
     assert notebooks.check_page(nbformat.read(path, as_version=4), path, WORKBOOK) == []
 
 
+@pytest.mark.timeout(600)
 @pages
 def test_runs_with_everything_unsolved(path: Path, default_model_dir: Path) -> None:
     before = cpu_seconds()
@@ -50,18 +51,11 @@ def test_runs_with_everything_unsolved(path: Path, default_model_dir: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pages
-def test_runs_with_the_answers_in_place(path: Path, default_model_dir: Path) -> None:
-    notebook = notebooks.execute(path, WORKBOOK, target="solutions")
-    assert notebooks.check_saved(notebook, len(nbformat.writes(notebook).encode())) == []
-    for exercise, text in checked(notebook).items():
-        assert "failed" not in text and "TODO" not in text, f"check({exercise!r}) says {text!r}"
-        assert "passed" in text or "not run here" in text, f"check({exercise!r}) says {text!r}"
-
-
-@pytest.mark.slow
-@pages
-def test_runs_twice_in_one_kernel(path: Path, default_model_dir: Path, tmp_path: Path) -> None:
+def test_runs_twice_in_one_kernel_with_the_answers_in_place(
+    path: Path, default_model_dir: Path, tmp_path: Path
+) -> None:
     notebook = nbformat.read(path, as_version=4)
     second = deepcopy(notebook.cells)
     for cell in second:
@@ -69,5 +63,12 @@ def test_runs_twice_in_one_kernel(path: Path, default_model_dir: Path, tmp_path:
     notebook.cells += second
     twice = tmp_path / path.name
     nbformat.write(notebook, twice)
-    ran = notebooks.execute(twice, WORKBOOK)
+    ran = notebooks.execute(twice, WORKBOOK, target="solutions")
     assert all(output.output_type != "error" for cell in ran.cells for output in cell.get("outputs", ()))
+    halves = [nbformat.v4.new_notebook(cells=cells, metadata=ran.metadata) for cells in
+              (ran.cells[: len(ran.cells) // 2], ran.cells[len(ran.cells) // 2 :])]  # fmt: skip
+    assert notebooks.check_saved(halves[0], len(nbformat.writes(halves[0]).encode())) == []
+    for half in halves:
+        for exercise, text in checked(half).items():
+            assert "failed" not in text and "TODO" not in text, f"check({exercise!r}) says {text!r}"
+            assert "passed" in text or "not run here" in text, f"check({exercise!r}) says {text!r}"
