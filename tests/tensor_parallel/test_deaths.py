@@ -55,7 +55,7 @@ def closed(llm: LLM) -> None:
     with pytest.raises(EngineDeadError):
         cold_tokens(llm)
     llm.exit()
-    assert time.perf_counter() - dies_at_once < 2
+    assert time.perf_counter() - dies_at_once < 5  # at once, on a busy machine
     assert not any(is_running(process.pid) for process in llm.ps)
 
 
