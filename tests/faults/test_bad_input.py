@@ -353,6 +353,7 @@ def test_params_of_a_class_of_ones_own(llm: LLM, answer: list[int]) -> None:
     params = TopK(temperature=1e-6, max_tokens=2, ignore_eos=True, top_k=9)
     number = llm.add_request(PROMPT, params)
     kept = llm.scheduler.waiting[0].sampling_params
+    params.top_k = 1  # a sampler that asks for params sees what was asked for when the request was added
     assert type(kept) is TopK and kept.top_k == 9
     llm.abort(number)
     assert token_ids(llm.generate([PROMPT], params, use_tqdm=False)) == [answer]
