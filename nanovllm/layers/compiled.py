@@ -122,9 +122,11 @@ class CompiledProduct:
         return self.multiply(x).to(x.dtype) if len(x) <= MAX_ROWS else F.linear(x, self.weight, self.bias)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """x [T <= 64, in] -> [T, out] float32."""
+        """x [T <= 64, in] -> [T, out] float32. T may be 0: a step of nothing but chunks samples no token."""
         x, rows = x.contiguous(), len(x)
         y = torch.empty(rows, self.weight.shape[0])
+        if not rows:
+            return y
         memory = torch.empty(2 * -(-rows // 16) * 16 * x.shape[1])
         self.library.linear(
             ctypes.byref(self.struct), pointer(x), pointer(y), rows, pointer(memory), self.tiles,

@@ -324,3 +324,14 @@ def test_compiled_rotate_and_store(normed: bool, dtype: torch.dtype) -> None:
     assert relative_error(queries.float(), q) < TOLERANCE[dtype]
     assert relative_error(got.float(), want) < TOLERANCE[dtype]
     assert torch.equal(got != 0, want != 0)  # a padded row has written nowhere
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_step_that_samples_nothing(dtype: torch.dtype) -> None:
+    """Chunks that are not the last of their prompts give no token, so no row of logits is wanted."""
+    nothing, weight, library = torch.randn(0, 64).to(dtype), torch.randn(48, 64).to(dtype), load_library(dtype, False)
+    for product in (CompiledProduct(library, weight, None), CompiledProduct(library, weight, None, logits=True)):
+        assert product(nothing).shape == (0, 48)
+    assert CompiledSiluAndMul(library)(nothing).shape == (0, 32)
+    normed = CompiledNorm(library, torch.ones(64).to(dtype))(nothing, weight, 1e-5)
+    assert isinstance(normed, Tensor) and normed.shape == (0, 64)
