@@ -71,18 +71,18 @@ def load_library(dtype: torch.dtype, int8: bool) -> ctypes.CDLL:
     command = [compiler, *OPTIONS, f"-DBFLOAT16={int(dtype == torch.bfloat16)}", f"-DINT8={int(int8)}"]
     key = sha256("\0".join([SOURCE.read_text(encoding="utf-8"), *command, processor()]).encode()).hexdigest()[:20]
     library = cache_home() / "compiled" / f"cpu_kernels-{key}.so"
-    if not library.is_file():
-        try:
+    try:
+        if not library.is_file():
             library.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=library.parent) as folder:
                 made = Path(folder) / library.name
                 command += [str(SOURCE), "-o", str(made), "-lm"]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                 os.replace(made, library)
-        except (OSError, subprocess.SubprocessError) as error:
-            words = getattr(error, "stderr", None) or str(error)
-            raise ConfigError(f"{compiler} cannot build the kernels for this CPU: {words.strip()[:500]}") from error
-    loaded = ctypes.CDLL(str(library))
+        loaded = ctypes.CDLL(str(library))
+    except (OSError, subprocess.SubprocessError) as error:  # also a folder from which nothing may be run
+        words = getattr(error, "stderr", None) or str(error)
+        raise ConfigError(f"{compiler} cannot build the kernels for this CPU: {words.strip()[:500]}") from error
     loaded.work_bytes.restype = c_int64
     return loaded
 
@@ -104,14 +104,14 @@ class CompiledProduct:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        kernels: ctypes.CDLL,
         weight: Tensor,
         bias: Tensor | None,
         scale: Tensor | None = None,
         logits: bool = False,
     ) -> None:
-        self.library, self.weight, self.bias, self.logits = library, weight, bias, logits
-        self.tiles = library.use_tiles()
+        self.kernels, self.weight, self.bias, self.logits = kernels, weight, bias, logits
+        self.tiles = kernels.use_tiles()
         self.exact = [None if tensor is None else tensor.float() for tensor in (scale, bias)]
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in self.exact)
         self.struct = LinearStruct(weight.data_ptr(), *pointers, weight.shape[1], weight.shape[0])
@@ -128,7 +128,7 @@ class CompiledProduct:
         if not rows:
             return y
         memory = torch.empty(2 * -(-rows // 16) * 16 * x.shape[1])
-        self.library.linear(
+        self.kernels.linear(
             ctypes.byref(self.struct), pointer(x), pointer(y), rows, pointer(memory), self.tiles,
         )  # fmt: skip
         return y
@@ -137,8 +137,8 @@ class CompiledProduct:
 class CompiledNorm:
     """RMSNorm, and the addition before it, in one pass; called as `RMSNorm.kernel`."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
-        self.library, self.gain = library, weight.float()
+    def __init__(self, kernels: ctypes.CDLL, weight: Tensor) -> None:
+        self.kernels, self.gain = kernels, weight.float()
 
     def __call__(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
@@ -147,20 +147,20 @@ class CompiledNorm:
         out, residual = torch.empty_like(x), None if residual is None else residual.contiguous()
         total = None if residual is None else torch.empty_like(x)
         pointers = map(pointer, (x, residual, total, self.gain, out))
-        self.library.add_norm(*pointers, c_int64(x.numel() // size), c_int64(size), c_float(eps))
+        self.kernels.add_norm(*pointers, c_int64(x.numel() // size), c_int64(size), c_float(eps))
         return out if total is None else (out, total)
 
 
 class CompiledSiluAndMul:
     """The MLP's gate in one pass; called as `SiluAndMul.kernel`."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.library = library
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        self.kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         x, size = x.contiguous(), x.shape[-1] // 2
         out = x.new_empty(*x.shape[:-1], size)
-        self.library.silu_and_mul(pointer(x), pointer(out), c_int64(out.numel() // size), c_int64(size))
+        self.kernels.silu_and_mul(pointer(x), pointer(out), c_int64(out.numel() // size), c_int64(size))
         return out
 
 
@@ -173,12 +173,12 @@ class CompiledRotateAndStore:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        kernels: ctypes.CDLL,
         backend: AttentionBackend,
         cos_sin: Tensor,
         norms: tuple[Tensor, Tensor, float] | None,
     ) -> None:
-        self.library, self.cos_sin = library, cos_sin.float().contiguous()
+        self.kernels, self.cos_sin = kernels, cos_sin.float().contiguous()
         self.sizes = (backend.num_heads, backend.num_kv_heads, backend.head_dim)
         q_norm, k_norm, self.eps = norms or (None, None, 0.0)
         self.norms = [None if norm is None else norm.float() for norm in (q_norm, k_norm)]
@@ -190,7 +190,7 @@ class CompiledRotateAndStore:
         qkv, (num_heads, _, head_dim) = qkv.contiguous(), self.sizes
         queries = qkv.new_empty(len(qkv), num_heads, head_dim)
         tensors = (qkv, positions, slot_mapping, self.cos_sin, *self.norms, k_cache, v_cache, queries)
-        self.library.rotate_and_store(*map(pointer, tensors), *map(c_int64, (len(qkv), *self.sizes)), c_float(self.eps))
+        self.kernels.rotate_and_store(*map(pointer, tensors), *map(c_int64, (len(qkv), *self.sizes)), c_float(self.eps))
         return queries
 
 

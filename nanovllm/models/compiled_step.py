@@ -62,8 +62,8 @@ class CompiledStep:
     """input_ids, positions [T] -> normed hidden states [T, D], for steps of nothing but decodes, 64 rows a call."""
 
     def __init__(self, model: DecoderForCausalLM, dtype: torch.dtype, int8: bool) -> None:
-        self.library = load_library(dtype, int8)
-        self.tiles, self.dtype = self.library.use_tiles(), dtype
+        self.kernels = load_library(dtype, int8)
+        self.tiles, self.dtype = self.kernels.use_tiles(), dtype
         self.listened = [module for module in model.model.modules() if type(module) is not nn.ModuleList]
         self._kept: list[object] = []  # what the library has pointers to
         decoder, config = model.model, model.config
@@ -85,12 +85,12 @@ class CompiledStep:
     def __call__(self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         rows, longest = len(input_ids), c_int64(metadata.max_context_len)
         model, half_layer = ctypes.byref(self.struct), c_int64(kv_cache[0, 0].numel())
-        memory = torch.empty(self.library.work_bytes(model, min(rows, MAX_ROWS), longest), dtype=torch.uint8)
+        memory = torch.empty(self.kernels.work_bytes(model, min(rows, MAX_ROWS), longest), dtype=torch.uint8)
         hidden = torch.empty(rows, self.struct.D, dtype=self.dtype)
         tensors = (input_ids, positions, metadata.slot_mapping, metadata.block_tables, metadata.context_lens, hidden)
         for parts in zip(*(tensor.split(MAX_ROWS) for tensor in tensors), strict=True):
             ids, at, slots, tables, lengths, out = map(pointer, parts)
-            self.library.decode_step(
+            self.kernels.decode_step(
                 model, len(parts[0]), ids, at, slots, tables, c_int64(metadata.block_tables.stride(0)), lengths,
                 longest, pointer(kv_cache), half_layer, out, pointer(memory), self.tiles,
             )  # fmt: skip
@@ -126,18 +126,18 @@ def install_compiled_step(model: DecoderForCausalLM, dtype: torch.dtype, int8: b
     model.model.compiled_step = step = CompiledStep(model, dtype, int8)
     for module in model.modules():
         if type(module) is RMSNorm:
-            module.kernel = CompiledNorm(step.library, module.weight)
+            module.kernel = CompiledNorm(step.kernels, module.weight)
         elif type(module) is SiluAndMul:
-            module.kernel = CompiledSiluAndMul(step.library)
+            module.kernel = CompiledSiluAndMul(step.kernels)
         elif type(module) is Attention:
             norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.eps) if module.qk_norm else None
             cos_sin = step.cos_sin
-            module.rotate_and_store = CompiledRotateAndStore(step.library, module.attention, cos_sin, norms)
+            module.rotate_and_store = CompiledRotateAndStore(step.kernels, module.attention, cos_sin, norms)
     head, product = model.lm_head, model.lm_head.product
     if isinstance(product, Int8Product):
-        head.product = CompiledProduct(step.library, product.weight, None, product.scale, logits=True)
+        head.product = CompiledProduct(step.kernels, product.weight, None, product.scale, logits=True)
     if not int8:
         for layer in model.modules():
             if isinstance(layer, ReplicatedLinear):
                 assert layer.weight is not None
-                layer.product = CompiledProduct(step.library, layer.weight, layer.bias, logits=layer is head)
+                layer.product = CompiledProduct(step.kernels, layer.weight, layer.bias, logits=layer is head)

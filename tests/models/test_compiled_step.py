@@ -247,6 +247,22 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing_behind(
     assert not list((tmp_path / "home" / "compiled").iterdir())
 
 
+def test_a_library_that_cannot_be_loaded_is_no_end_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged file, or a folder from which the system runs nothing."""
+    folder = make_tiny_model(tmp_path / "model", "qwen3", num_hidden_layers=1, **WIDE)
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
+    (tmp_path / "cc").write_text("#!/bin/sh\nwhile [ \"$1\" != -o ]; do shift; done\necho no library > \"$2\"\n")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    with pytest.raises(ConfigError, match="cannot build the kernels"):
+        prepared(folder, torch.float32, True)
+    model = make_model(folder)
+    prepare_for_device(model, "cpu", torch.float32)
+    assert model.model.compiled_step is None
+
+
 def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
     load_library(torch.float32, False)
