@@ -253,7 +253,7 @@ def test_a_library_that_cannot_be_loaded_is_no_end_of_the_engine(
     """A damaged file, or a folder from which the system runs nothing."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", num_hidden_layers=1, **WIDE)
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
-    (tmp_path / "cc").write_text("#!/bin/sh\nwhile [ \"$1\" != -o ]; do shift; done\necho no library > \"$2\"\n")
+    (tmp_path / "cc").write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho no library > "$2"\n')
     (tmp_path / "cc").chmod(0o755)
     monkeypatch.setenv("CC", str(tmp_path / "cc"))
     with pytest.raises(ConfigError, match="cannot build the kernels"):
