@@ -191,6 +191,8 @@ class LLMEngine:
 
     def _abort_abandoned_if_idle(self) -> None:
         """In the middle of a call, of this thread or another one, they have to wait for the next step."""
+        if not self._abandoned:
+            return
         with DeferredInterrupt():
             if self._door.acquire(blocking=False):
                 try:

@@ -50,6 +50,8 @@ def hindrance(model: DecoderForCausalLM, dtype: torch.dtype) -> str | None:
     widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
     if config.head_dim % 32 or any(width % 64 for width in widths):
         return f"its widths {widths} are no multiples of 64, or its head_dim {config.head_dim} is none of 32"
+    if len({type(layer.product) for layer in model.modules() if isinstance(layer, ReplicatedLinear)}) > 1:
+        return "only some of its weights are int8"
     return None if dtype in (torch.bfloat16, torch.float32) else f"it computes in {dtype}"
 
 
@@ -61,8 +63,8 @@ def decoder_layers(model: DecoderForCausalLM) -> list[DecoderLayer]:
 class CompiledStep:
     """input_ids, positions [T] -> normed hidden states [T, D], for steps of nothing but decodes, 64 rows a call."""
 
-    def __init__(self, model: DecoderForCausalLM, dtype: torch.dtype, int8: bool) -> None:
-        self.kernels = load_library(dtype, int8)
+    def __init__(self, model: DecoderForCausalLM, dtype: torch.dtype) -> None:
+        self.kernels = load_library(dtype, isinstance(model.lm_head.product, Int8Product))
         self.tiles, self.dtype = self.kernels.use_tiles(), dtype
         self.listened = [module for module in model.model.modules() if type(module) is not nn.ModuleList]
         self._kept: list[object] = []  # what the library has pointers to
@@ -121,9 +123,10 @@ class CompiledStep:
         return tensor.data_ptr()
 
 
-def install_compiled_step(model: DecoderForCausalLM, dtype: torch.dtype, int8: bool) -> None:
+def install_compiled_step(model: DecoderForCausalLM, dtype: torch.dtype) -> None:
     """Let the model use a compiled step, and compiled operators in its other steps. Raises `ConfigError` as they do."""
-    model.model.compiled_step = step = CompiledStep(model, dtype, int8)
+    model.model.compiled_step = step = CompiledStep(model, dtype)
+    head = model.lm_head
     for module in model.modules():
         if type(module) is RMSNorm:
             module.kernel = CompiledNorm(step.kernels, module.weight)
@@ -131,13 +134,8 @@ def install_compiled_step(model: DecoderForCausalLM, dtype: torch.dtype, int8: b
             module.kernel = CompiledSiluAndMul(step.kernels)
         elif type(module) is Attention:
             norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.eps) if module.qk_norm else None
-            cos_sin = step.cos_sin
-            module.rotate_and_store = CompiledRotateAndStore(step.kernels, module.attention, cos_sin, norms)
-    head, product = model.lm_head, model.lm_head.product
-    if isinstance(product, Int8Product):
-        head.product = CompiledProduct(step.kernels, product.weight, None, product.scale, logits=True)
-    if not int8:
-        for layer in model.modules():
-            if isinstance(layer, ReplicatedLinear):
-                assert layer.weight is not None
-                layer.product = CompiledProduct(step.kernels, layer.weight, layer.bias, logits=layer is head)
+            module.rotate_and_store = CompiledRotateAndStore(step.kernels, module.attention, step.cos_sin, norms)
+        elif isinstance(module, ReplicatedLinear) and module.weight is not None:
+            module.product = CompiledProduct(step.kernels, module.weight, module.bias, logits=module is head)
+    if isinstance(head.product, Int8Product):  # the other layers keep their int8 products for steps with prompts
+        head.product = CompiledProduct(step.kernels, head.product.weight, None, head.product.scale, logits=True)

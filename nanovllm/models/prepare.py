@@ -46,7 +46,7 @@ def prepare_for_device(
     if quantization == "int8":
         for layer in linears:
             quantize(layer)
-    if compile is False or not compiled(model, dtype, quantization == "int8", required=compile is True):
+    if compile is False or not compiled(model, dtype, required=compile is True):
         fuse_operators(model)
         for layer in linears:
             pack(layer)
@@ -59,13 +59,13 @@ def weights(model: DecoderForCausalLM, linears: list[Any]) -> Iterator[torch.Ten
     yield from (layer.product.weight for layer in linears if layer.product is not None)
 
 
-def compiled(model: DecoderForCausalLM, dtype: torch.dtype, int8: bool, required: bool) -> bool:
+def compiled(model: DecoderForCausalLM, dtype: torch.dtype, required: bool) -> bool:
     """Install the compiled step if that can be. Raises `ConfigError` with the reason if it is required and cannot."""
     try:
         why = hindrance(model, dtype)
         if why is not None:
             raise ConfigError(f"compile=True: this model cannot have a compiled decode step: {why}")
-        install_compiled_step(model, dtype, int8)
+        install_compiled_step(model, dtype)
     except ConfigError:
         if required:
             raise

@@ -20,7 +20,7 @@ from nanovllm.workbook.catalogue import Exercise, ExerciseTodo, Workbook
 from nanovllm.workbook.grading import Answer, NotRunHere, Rejected, TimeUp, clip, describe_error, preload
 from nanovllm.workbook.outcomes import FAILED, NOT_RUN, PASSED, TODO, ExerciseResult, TestResult
 
-PATIENCE = 4
+PATIENCE = 4  # times the limit, on the clock, for code that waits
 WAITING = 0.05  # of the time on a processor: a computation gets more than that, however busy the machine is
 
 
@@ -30,8 +30,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     Computing is what this thread does on a processor: time in which the machine works for others does not count. Code
     that waits instead (a `WAITING` part of its time at most is computing) is stopped after `PATIENCE` times as many
-    seconds on the clock. Uses the alarm signal, so it
-    works in a process's main thread on POSIX; elsewhere there is no limit of this kind.
+    seconds on the clock. Uses the alarm signal, so it works in a process's main thread on POSIX; elsewhere there is no
+    limit of this kind.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield

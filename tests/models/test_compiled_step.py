@@ -213,6 +213,9 @@ def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
     assert "several ranks" in str(hindrance(make_model(wide, tp=TPGroup(0, 2)), torch.float32))
     assert "float16" in str(hindrance(make_model(wide), torch.float16))
     assert hindrance(make_model(wide), torch.float32) is None
+    partly = make_model(wide)
+    partly.lm_head.product = Int8Product(partly.lm_head.weight, None)
+    assert "only some" in str(hindrance(partly, torch.float32))
 
     def resolve(cls: Any) -> Any:
         return type("Mine", (cls,), {}) if cls.__name__ == "SiluAndMul" else cls
