@@ -55,8 +55,27 @@ def holdings() -> dict[str, Any]:
 
 
 def named_shared_memory() -> set[str]:
-    """Names in /dev/shm, but for those of a browser that other tests may have open at the same time."""
-    return {name for name in os.listdir("/dev/shm") if "chromium" not in name}
+    """Names in /dev/shm, but for what a process that is none of ours uses: tests running beside these, a browser."""
+    names = set(os.listdir("/dev/shm"))  # first: what somebody makes after it does not count
+    pids = {int(pid) for pid in os.listdir("/proc") if pid.isdigit()}
+    others = [pid for pid in pids if not descends_from(pid, os.getpid())]
+    theirs = {Path(line).name for pid in others for line in mapped_shared_memory(pid)}
+    return {name for name in names if name not in theirs and "chromium" not in name}
+
+
+def descends_from(pid: int, ancestor: int) -> bool:
+    while pid and pid != ancestor:
+        pid = parent_of(pid)
+    return pid == ancestor
+
+
+def mapped_shared_memory(pid: int) -> list[str]:
+    """Paths under /dev/shm that a process has in its address space."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return []
+    return [line.split(maxsplit=5)[5] for line in maps.splitlines() if "/dev/shm/" in line]
 
 
 def parent_of(pid: int) -> int:
