@@ -460,6 +460,13 @@ def test_encode(llm: LLM, answer: list[int], value: Any) -> None:
     assert isinstance(error, RequestError) or (isinstance(value, str) and isinstance(result, list))
 
 
+def test_text_that_is_no_unicode_is_told_what_is_wrong_with_it(llm: LLM) -> None:
+    """The tokenizer itself would only say which types it takes, as if a string were none of them."""
+    for call in (llm.encode, llm.add_request):
+        with pytest.raises(RequestError, match="surrogates not allowed"):
+            call("half a pair: \ud800")
+
+
 @cases(ODD)
 def test_observe(llm: LLM, answer: list[int], value: Any) -> None:
     def call() -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -182,16 +183,36 @@ def test_a_loop_ends_even_if_the_caller_is_gone() -> None:
     assert time.process_time() - started < 1, "the caller only waits"
 
 
-def test_an_interrupt_in_the_middle_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_middle_leaves_no_answer_behind() -> None:
     """An answer that comes late must not be taken for that of the next question."""
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render([{"content": "one"}]) == "one"
-    with monkeypatch.context() as patch:
-
-        def interrupted(data: Any) -> Any:
-            raise KeyboardInterrupt
-
-        patch.setattr(chat_template.json, "loads", interrupted)
+    helper = template._helper
+    assert helper is not None
+    helper.send_signal(signal.SIGSTOP)  # it has the question, and answers when nobody waits any more
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    try:
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             template.render([{"content": "two"}])
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+        helper.send_signal(signal.SIGCONT)
     assert template.render([{"content": "three"}]) == "three"
+    template.close()
+
+
+def test_an_interrupt_in_a_terminal_is_not_for_the_helper() -> None:
+    """Ctrl-C goes to every process of the terminal's group; the helper is in a group of its own."""
+    code = (
+        "import os, signal\n"
+        "from nanovllm.chat_template import ChatTemplate\n"
+        "signal.signal(signal.SIGINT, lambda *noted: print('noted'))\n"
+        "template = ChatTemplate('{{ messages }}', {}); template.render([]); helper = template._helper\n"
+        "os.killpg(0, signal.SIGINT)\n"
+        "print(template.render(['still there']), template._helper is helper)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, start_new_session=True)
+    assert result.stdout.split("\n")[:2] == ["noted", "['still there'] True"], result.stdout + result.stderr

@@ -225,6 +225,21 @@ def test_a_second_interrupt_leaves_what_never_ends(llm: LLM, where: str, monkeyp
     assert_whole(llm)
 
 
+def test_what_mends_is_not_torn_again() -> None:
+    """The second interrupt ends a step that hangs; those behind it wait until the step has cleaned up after itself."""
+    mended = False
+    with pytest.raises(KeyboardInterrupt), DeferredInterrupt() as interrupt, interrupt.breaking():
+        try:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("a second interrupt did not end it")
+        finally:
+            for _ in range(3):
+                signal.raise_signal(signal.SIGINT)
+            mended = True
+    assert mended
+
+
 def test_an_interrupt_of_a_step_by_hand_loses_nothing(llm: LLM) -> None:
     number = llm.add_request(PROMPTS[0], cold(1))
     with llm.observe(lambda record: signal.raise_signal(signal.SIGINT)), pytest.raises(KeyboardInterrupt):
