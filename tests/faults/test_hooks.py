@@ -168,6 +168,17 @@ def test_a_hook_that_removes_every_hook_and_adds_more(llm: LLM) -> None:
     assert len(llm._hooks) == 3
 
 
+def test_a_hook_hears_nothing_of_what_came_before_it(llm: LLM) -> None:
+    """What an earlier one had not been told yet is forgotten with it."""
+    with llm.observe(lambda record: None):
+        llm.abort(llm.add_request(PROMPTS[0], cold(3)))
+    records: list[StepRecord] = []
+    with llm.observe(records.append):
+        generate(llm)
+    assert [len(prompt) for prompt in PROMPTS] == [length for _, length in records[0].queued]
+    assert not records[0].finished
+
+
 def test_a_broken_stderr_does_not_end_a_run(tiny_model_dir: Path) -> None:
     """pythonw and some services have none; a pipe may be closed."""
     code = (

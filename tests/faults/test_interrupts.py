@@ -225,6 +225,36 @@ def test_a_second_interrupt_leaves_what_never_ends(llm: LLM, where: str, monkeyp
     assert_whole(llm)
 
 
+@pytest.mark.parametrize("call", [lambda llm: llm.generate(["the"]), lambda llm: llm.chat(MESSAGES)])
+def test_a_second_interrupt_leaves_a_text_that_takes_for_ever(
+    llm: LLM, call: Callable[[LLM], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of many megabytes, say, before anything is queued."""
+
+    def forever(*_args: Any, **_options: Any) -> None:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        pytest.fail("a second interrupt did not end it")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm, "encode", forever)
+        call(llm)
+    assert_whole(llm)
+
+
+def test_an_interrupt_while_a_request_is_added_adds_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller will never know its number."""
+
+    def interrupted(*_args: Any, **_options: Any) -> list[int]:
+        signal.raise_signal(signal.SIGINT)
+        return [5, 6, 7]
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm, "encode", interrupted)
+        llm.add_request("the", cold(3))
+    assert_whole(llm)
+
+
 def test_what_mends_is_not_torn_again() -> None:
     """The second interrupt ends a step that hangs; those behind it wait until the step has cleaned up after itself."""
     mended = False
@@ -276,6 +306,16 @@ def test_an_interrupt_beats_an_error(llm: LLM) -> None:
     finally:
         llm.model_runner.call = real  # type: ignore[method-assign]
     assert isinstance(caught.value.__context__, Broken)
+    assert_whole(llm)
+
+
+def test_an_interrupt_does_not_keep_a_program_from_ending(llm: LLM) -> None:
+    def leave(record: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise SystemExit(3)
+
+    with llm.observe(leave), pytest.raises(SystemExit):
+        generate(llm)
     assert_whole(llm)
 
 

@@ -97,6 +97,17 @@ def test_an_engine_that_goes_out_of_scope(
         gc.enable()
 
 
+def test_a_handle_keeps_no_engine_alive(tiny_model_dir: Path) -> None:
+    """A notebook keeps the value of every cell, and `llm.add_step_hook(…)` may be one."""
+    llm = build(tiny_model_dir)
+    handle = llm.add_step_hook(lambda record: None)
+    left = traces(llm)
+    del llm
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)
+    handle.remove()  # does nothing any more
+
+
 def test_building_and_dropping_takes_no_memory(tiny_model_dir: Path) -> None:
     for way in WAYS:
         way(tiny_model_dir)
@@ -147,6 +158,37 @@ def test_closing_with_requests_under_way(tiny_model_dir: Path) -> None:
     with pytest.raises(EngineDeadError):
         next(pieces)
     pieces.close()
+
+
+def test_a_closed_engine_lets_go_of_its_hooks(tiny_model_dir: Path) -> None:
+    class Watcher:
+        def __call__(self, record: Any) -> None: ...
+
+    llm, watcher = build(tiny_model_dir), Watcher()
+    left = weakref.ref(watcher)
+    llm.add_step_hook(watcher)
+    del watcher
+    assert left() is not None
+    llm.exit()
+    assert left() is None
+
+
+def test_closing_ends_the_engine_even_if_the_runner_cannot(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(method: str) -> None:
+        raise ZeroDivisionError(method)
+
+    before = child_processes()
+    llm = build(tiny_model_dir)
+    llm.chat(MESSAGES, cold(1))
+    monkeypatch.setattr(llm.model_runner, "call", broken)
+    with pytest.raises(ZeroDivisionError, match="exit"):
+        llm.exit()
+    llm.exit()
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.step()
+    assert child_processes() == before
 
 
 def test_the_template_helper_goes_with_the_engine(tiny_model_dir: Path) -> None:
