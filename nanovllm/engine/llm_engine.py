@@ -358,7 +358,6 @@ class LLMEngine:
                         self._readers[seq_id] = weakref.KeyedRef(pieces, self._abandoned.append, seq_id)
                     try:
                         self._keep([other for other in self._step(interrupt)[0] if other.is_finished])
-                        interrupt.check()
                     except BaseException:
                         self._give_up({seq.seq_id})
                         raise

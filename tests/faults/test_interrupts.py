@@ -84,13 +84,16 @@ def default_handler() -> Iterator[None]:
 
 
 class Pinprick:
-    """Sends SIGINT before the n-th bytecode that runs in the engine's own files, for each n in `moments`."""
+    """Sends SIGINT before the n-th bytecode that runs in the engine's own files, for each n in `moments`.
 
-    def __init__(self, *moments: int) -> None:
-        self.moments, self.count = set(moments), 0
+    within: count only those of functions of this name.
+    """
+
+    def __init__(self, *moments: int, within: str | None = None) -> None:
+        self.moments, self.count, self.within = set(moments), 0, within
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(TRACED):
+        if not frame.f_code.co_filename.startswith(TRACED) or self.within not in (None, frame.f_code.co_name):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -101,8 +104,8 @@ class Pinprick:
 
 
 @contextmanager
-def pricked(*moments: int) -> Iterator[Pinprick]:
-    before, pin = sys.gettrace(), Pinprick(*moments)
+def pricked(*moments: int, within: str | None = None) -> Iterator[Pinprick]:
+    before, pin = sys.gettrace(), Pinprick(*moments, within=within)
     sys.settrace(pin)
     try:
         yield pin
@@ -139,6 +142,19 @@ def test_an_interrupt_before_any_bytecode(llm: LLM, answer: list[list[int]], cal
         assert token_ids(generate(llm)) == answer, f"after an interrupt at {moment} of {total}"
     assert interrupted >= 35, "most of the moments were reached"
     assert threading.active_count() == threads
+
+
+def test_an_interrupt_before_any_bytecode_of_the_sweep(llm: LLM) -> None:
+    """It holds the door for a moment, outside of every call: all moments, not a sample of them."""
+    for moment in range(1, 1000):
+        held = llm.stream(PROMPTS[0], cold(9))
+        next(held)
+        with suppress(KeyboardInterrupt), pricked(moment, within="_abort_abandoned_if_idle") as pin:
+            held.close()
+        assert_whole(llm)
+        if pin.count < moment:
+            break
+    assert 10 < moment < 999
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -314,8 +330,9 @@ def test_an_interrupt_does_not_keep_a_program_from_ending(llm: LLM) -> None:
         signal.raise_signal(signal.SIGINT)
         raise SystemExit(3)
 
-    with llm.observe(leave), pytest.raises(SystemExit):
+    with llm.observe(leave), pytest.raises(BaseException) as caught:
         generate(llm)
+    assert type(caught.value) is SystemExit
     assert_whole(llm)
 
 
