@@ -1,6 +1,9 @@
 """Grader of exercise 2.1: options that cannot work are refused, with value, limit and remedy."""
 
+from enum import IntEnum
 from fractions import Fraction
+from functools import total_ordering
+from numbers import Integral
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,42 @@ from nanovllm.errors import MAX_INTEGER, ConfigError
 from nanovllm.workbook.grading import Answer
 
 MODEL = SimpleNamespace(max_position_embeddings=1 << 20)
+
+
+@Integral.register
+@total_ordering
+class Whole:
+    """An integer of some other library: no int, but a numbers.Integral."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+    __int__ = __index__
+
+    def __eq__(self, other: object) -> bool:
+        return self.value == other
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self.value < other)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __neg__(self) -> int:
+        return -self.value
+
+    def __abs__(self) -> int:
+        return abs(self.value)
+
+    def __repr__(self) -> str:
+        return str(self.value)
+
+
+class Sizes(IntEnum):
+    EIGHT = 8
 
 
 def build(answer: Answer, **options: Any) -> Any:
@@ -40,7 +79,7 @@ def works(answer: Answer, size: int, backend: str) -> None:
 
 def test_contract__a_plain_int(answer: Answer) -> None:
     """The value comes back as a plain int, and the arguments stay as they are."""
-    for value in (8, np.int64(8), np.uint8(8)):
+    for value in (8, np.int64(8), np.uint8(8), Whole(8), Sizes.EIGHT):
         answer.story.clear()
         got = answer.call("check_integer", "max_num_seqs", value, 1)
         answer.require(type(got) is int, f"{got!r}, a {type(got).__name__}", "a plain int")
@@ -89,15 +128,25 @@ def test_boundary__the_limits_themselves(answer: Answer) -> None:
     for value, at_least in ((0, 1), (-1, 0), (MAX_INTEGER + 1, 1), (-MAX_INTEGER - 1, None), (4, 5)):
         answer.story.clear()
         answer.note(f"check_integer('an_option', {value}, {at_least})")
-        refuse_integer(answer, value, at_least)
+        names(answer, refuse_integer(answer, value, at_least), ["an_option", str(value)])
+
+
+def test_boundary__what_the_message_names(answer: Answer) -> None:
+    """A value that is too small is shown with its own limit, whatever that is."""
+    for value, at_least in ((12, 37), (-60, -50), (-7, 4096)):
+        answer.story.clear()
+        answer.note(f"check_integer('an_option', {value}, {at_least})")
+        names(answer, refuse_integer(answer, value, at_least), ["an_option", str(value), str(at_least)])
 
 
 def test_boundary__number_of_another_library_out_of_range(answer: Answer) -> None:
     """Limits count for every kind of integer."""
+    answer.note("check_integer('an_option', 35, 36), where 35 is a numbers.Integral and no int")
+    names(answer, refuse_integer(answer, Whole(35), 36), ["an_option", "35", "36"])
     answer.note("check_integer('an_option', numpy.int64(0), 1)")
     names(answer, refuse_integer(answer, np.int64(0), 1), ["an_option", "0", "1"])
     answer.note("check_integer('an_option', numpy.uint64(2 ** 63), 1)")
-    refuse_integer(answer, np.uint64(2**63), 1)
+    names(answer, refuse_integer(answer, np.uint64(2**63), 1), ["an_option", str(2**63)])
 
 
 def test_boundary__the_way_out_is_named(answer: Answer) -> None:
@@ -112,13 +161,13 @@ def test_oracle__any_integer(answer: Answer) -> None:
     """An integer is allowed from `at_least` to MAX_INTEGER, and refused everywhere else."""
     for _ in range(200):
         answer.story.clear()
-        at_least = answer.rng.choice([None, 0, 1, 7])
+        at_least = answer.rng.choice([None, 0, 1, 7, -2])
         value = answer.rng.choice([answer.rng.randint(-3, 12), answer.rng.randint(-(2**64), 2**64)])
         if (at_least is None or at_least <= value) and abs(value) < 2**63:
             answer.equal(answer.call("check_integer", "an_option", value, at_least), value)
         else:
             answer.note(f"check_integer('an_option', {value}, {at_least})")
-            refuse_integer(answer, value, at_least)
+            names(answer, refuse_integer(answer, value, at_least), ["an_option", str(value)])
 
 
 def refuse_integer(answer: Answer, value: Any, at_least: int | None = None) -> BaseException:
@@ -128,12 +177,14 @@ def refuse_integer(answer: Answer, value: Any, at_least: int | None = None) -> B
 def test_oracle__any_block_size(answer: Answer) -> None:
     """Multiples of 256 always work; powers of two below 256 where "torch" or "triton" was named; nothing else."""
     small = {1, 2, 4, 8, 16, 32, 64, 128}
+    multiples = {256, 512, 768, 1024, 2560, 256 * 4097}
     for backend in ("auto", "flash", "torch", "triton"):
-        for size in (*range(1, 70), 100, 127, 128, 129, 192, 255, 256, 257, 384, 512, 768, 1000, 1024, 2560):
-            if size in (256, 512, 768, 1024, 2560) or (size in small and backend in ("torch", "triton")):
+        for size in (*range(1, 70), 100, 127, 128, 129, 192, 255, 257, 384, 1000, 2**60 + 1, *sorted(multiples)):
+            if size in multiples or (size in small and backend in ("torch", "triton")):
                 works(answer, size, backend)
             else:
-                refused(answer, ["kvcache_block_size", str(size)], kvcache_block_size=size, attention_backend=backend)
+                said = ["kvcache_block_size", str(size), *(["attention_backend"] if size in small else [])]
+                refused(answer, said, kvcache_block_size=size, attention_backend=backend)
 
 
 def test_invariant__the_whole_config(answer: Answer) -> None:

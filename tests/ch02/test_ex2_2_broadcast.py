@@ -1,10 +1,28 @@
 """Grader of exercise 2.2: one SamplingParams for each prompt."""
 
-from typing import Any
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.workbook.grading import Answer
+
+
+@dataclass
+class Labelled(SamplingParams):
+    """Sampling options of somebody's own."""
+
+    label: str = ""
+
+
+class Rows(list[Any]):
+    """A list of somebody's own."""
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 def params(*max_tokens: int) -> list[SamplingParams]:
@@ -35,7 +53,29 @@ def test_example__one_for_two_prompts(answer: Answer) -> None:
 
 def test_boundary__none_is_the_default(answer: Answer) -> None:
     """Without sampling_params, SamplingParams() counts for every prompt."""
-    answer.equal(answer.call("broadcast", None, 3), [SamplingParams()] * 3)
+    got = answer.call("broadcast", None, 3)
+    answer.equal(got, [SamplingParams()] * 3)
+    got[0].max_tokens = 7
+    answer.note("(the first one's max_tokens is set to 7)")
+    answer.equal(answer.call("broadcast", None, 1), [SamplingParams()], "Every call makes its own default.")
+
+
+def test_boundary__subclasses(answer: Answer) -> None:
+    """What is derived from SamplingParams, list or tuple counts as one, and every field stays what it was."""
+    one = Labelled(ignore_eos=True, label="mine")
+    answer.equal(answer.call("broadcast", one, 2), [one, one])
+    for given in ([one, SamplingParams()], Rows([one, one]), Pair(one, SamplingParams(ignore_eos=True))):
+        answer.story.clear()
+        got = answer.call("broadcast", given, 2)
+        answer.require(type(got) is list, f"a {type(got).__name__}", "a plain list")
+        answer.equal(got, list(given))
+
+
+def test_boundary__items_are_checked_later(answer: Answer) -> None:
+    """Of a list, only the length counts here: its items come out as they are, whatever they are."""
+    for given in ([None, SamplingParams()], ["greedy", 0.7], (SamplingParams(), None)):
+        answer.story.clear()
+        answer.equal(answer.call("broadcast", given, 2), list(given))
 
 
 def test_boundary__a_list_of_one_is_no_broadcast(answer: Answer) -> None:
@@ -54,7 +94,9 @@ def test_boundary__no_prompts(answer: Answer) -> None:
 
 def test_boundary__anything_else(answer: Answer) -> None:
     """What is neither a SamplingParams nor a list or tuple raises a RequestError, and no other error."""
-    for given in (0.7, "greedy", {"temperature": 0.7}, 3, SamplingParams, iter(params(1, 2)), {1, 2}, 0, False, "ab"):
+    wrong = (0.7, "greedy", {"temperature": 0.7}, 3, SamplingParams, iter(params(1, 2)), {1, 2}, 0, False, "ab",
+             {"temperature": 0.7, "max_tokens": 5}, b"ab", range(2), deque(params(1, 2)), object())  # fmt: skip
+    for given in wrong:
         answer.story.clear()
         answer.note(f"broadcast({given!r}, 2)")
         refuse(answer, given, 2)
@@ -69,7 +111,11 @@ def test_oracle__one_or_one_each(answer: Answer) -> None:
         answer.story.clear()
         number = answer.rng.randint(1, 6)
         if answer.rng.random() < 0.4:
-            one = SamplingParams(temperature=answer.rng.uniform(0.1, 2), max_tokens=answer.rng.randint(1, 99))
+            one = SamplingParams(
+                temperature=answer.rng.uniform(0.1, 2),
+                max_tokens=answer.rng.randint(1, 99),
+                ignore_eos=answer.rng.random() < 0.5,
+            )
             answer.equal(answer.call("broadcast", one, number), [one for _ in range(number)])
         else:
             each = params(*answer.rng.sample(range(1, 100), number))

@@ -1,15 +1,19 @@
 """Grader of exercise 2.3: the loop of generate, on an engine whose steps are written down beforehand."""
 
+from collections.abc import Callable
+
 from nanovllm.workbook.grading import Answer
 
 Step = tuple[list[tuple[int, list[int]]], int]
 
 
 class ScriptedEngine:
-    """Steps from a script; each takes the seconds written beside it. Time passes nowhere else."""
+    """Steps from a script; each takes the seconds written beside it. `pause`: what drawing the progress bar takes, and
+    asking whether all is done; apart from these, time does not pass."""
 
-    def __init__(self, answer: Answer, steps: list[Step], seconds: list[float] | None = None, start: float = 0.0):
-        self.answer, self.steps, self.time = answer, list(steps), start
+    def __init__(self, answer: Answer, steps: list[Step], seconds: list[float] | None = None, start: float = 0.0,
+                 pause: float = 0.0) -> None:  # fmt: skip
+        self.answer, self.steps, self.time, self.pause = answer, list(steps), start, pause
         self.seconds = seconds or [0.5] * len(steps)
         self.reports: list[tuple[str, int, float]] = []
         self.done = 0
@@ -24,22 +28,24 @@ class ScriptedEngine:
         return [(seq_id, list(token_ids)) for seq_id, token_ids in finished], num_tokens
 
     def is_finished(self) -> bool:
+        self.time += self.pause
         return self.done == len(self.steps)
 
     def report(self, phase: str, num_tokens: int, seconds: float) -> None:
         self.answer.note(f"report({phase!r}, {num_tokens}, {seconds:g})")
         self.reports.append((phase, num_tokens, seconds))
+        self.time += self.pause
 
     def clock(self) -> float:
         return self.time
 
 
 def run(answer: Answer, seq_ids: list[int], steps: list[Step], seconds: list[float] | None = None,
-        start: float = 0.0) -> tuple[object, ScriptedEngine]:  # fmt: skip
+        start: float = 0.0, pause: float = 0.0) -> tuple[object, ScriptedEngine]:  # fmt: skip
     """The answer's loop on a script."""
     answer.story.clear()
     answer.note(f"drive({seq_ids}, ...), an engine of {len(steps)} steps")
-    engine = ScriptedEngine(answer, steps, seconds, start)
+    engine = ScriptedEngine(answer, steps, seconds, start, pause)
     ids = list(seq_ids)
     got = answer.drive(ids, engine.step, engine.is_finished, engine.report, engine.clock)
     answer.equal(ids, seq_ids, "It may not change its inputs.")
@@ -112,6 +118,46 @@ def test_boundary__seconds_of_one_step(answer: Answer) -> None:
     answer.equal([report[2] for report in engine.reports], [8.0, 0.25, 0.5, 2.0], tolerance=1e-9)
 
 
+def test_boundary__seconds_of_the_step_alone(answer: Answer) -> None:
+    """What the progress bar takes, and what asking for the end takes, is not the step's."""
+    steps: list[Step] = [([], 10), ([], -1), ([(0, [1, 2])], -1)]
+    _, engine = run(answer, [0], steps, [8.0, 0.25, 2.0], pause=64.0)
+    answer.equal([report[2] for report in engine.reports], [8.0, 0.25, 2.0], tolerance=1e-9)
+
+
+def test_boundary__one_token(answer: Answer) -> None:
+    """The sign tells the phase: a prefill of one token is a prefill, a decode of one row a decode."""
+    _, engine = run(answer, [0], [([], 1), ([], -1), ([(0, [5, 6])], -1)])
+    answer.equal([report[:2] for report in engine.reports], [("Prefill", 1), ("Decode", 1), ("Decode", 1)])
+
+
+def test_boundary__an_error_comes_out(answer: Answer) -> None:
+    """An error of a step is the caller's to know: it ends the loop, and comes out as it is."""
+    for kind in (RuntimeError, ValueError, KeyboardInterrupt):
+        answer.story.clear()
+        answer.note(f"drive([0], ...), an engine whose second step raises a {kind.__name__}")
+        engine = ScriptedEngine(answer, [([], 4), ([], -1), ([(0, [1])], -1)])
+
+        def step(engine: ScriptedEngine = engine, kind: type[BaseException] = kind) -> Step:
+            if engine.done == 1:
+                engine.done = 2  # whoever asks again gets the third step
+                raise kind("out of luck")
+            return engine.step()
+
+        def act(engine: ScriptedEngine = engine, step: Callable[[], Step] = step) -> object:
+            return answer.drive([0], step, engine.is_finished, engine.report, engine.clock)
+
+        answer.raises(kind, act)
+
+
+def test_boundary__a_long_run(answer: Answer) -> None:
+    """However many steps it takes: thousands are usual."""
+    steps: list[Step] = [([], 4), *([([], -1)] * 3000), ([(0, [1])], -1)]
+    got, engine = run(answer, [0], steps)
+    answer.equal(got, [[1]])
+    answer.equal(len(engine.reports), 3002)
+
+
 def test_oracle__random_engines(answer: Answer) -> None:
     """Whatever finishes when: our results in our order, and a report after each step that did something."""
     rng = answer.rng
@@ -126,7 +172,8 @@ def test_oracle__random_engines(answer: Answer) -> None:
             count = rng.choice([rng.randint(1, 90), -rng.randint(1, 9), -rng.randint(1, 9), 0 if not ended else 3])
             steps.append(([(seq_id, texts[seq_id]) for seq_id in ended], count))
         seconds = [rng.randint(1, 40) / 8 for _ in steps]
-        got, engine = run(answer, ours, steps, seconds, start=rng.randint(0, 99))
+        pause = rng.choice([0.0, 0.5, 3.0])
+        got, engine = run(answer, ours, steps, seconds, start=rng.randint(0, 99), pause=pause)
         answer.equal(got, [texts[seq_id] for seq_id in ours])
         expected = [("Prefill" if count > 0 else "Decode", abs(count), took)
                     for (_, count), took in zip(steps, seconds, strict=True) if count]  # fmt: skip

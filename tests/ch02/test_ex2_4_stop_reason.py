@@ -12,21 +12,48 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 def reason(answer: Answer, generated: list[int], prompt: int = 3, max_tokens: int = 64, ignore_eos: bool = False,
-           **options: Any) -> Any:  # fmt: skip
-    """What stop_reason says of a sequence that has generated these tokens."""
+           neighbour: int = 0, resumed_with: int = 0, **options: Any) -> Any:  # fmt: skip
+    """What stop_reason says of a running sequence that has generated these tokens.
+
+    neighbour: tokens of another running sequence, 0: it runs alone. resumed_with: so many of its tokens were generated
+    before it was preempted, and computed again when it got its seat back.
+    """
     answer.story.clear()
-    scheduler = make_scheduler(answer, Options(**options))
-    seq = Sequence([9] * prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), block_size=4)
+    scheduler = make_scheduler(answer, Options(**options)).raw
+    if neighbour:
+        answer.note(f"(another sequence of {neighbour} tokens is running)")
+        seat(scheduler, Sequence([8] * neighbour, block_size=scheduler.block_manager.block_size))
+    wanted = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+    seq = Sequence([9] * prompt, wanted, block_size=scheduler.block_manager.block_size)
     ignoring = ", ignore_eos" if ignore_eos else ""
-    answer.note(f"a prompt of {prompt} tokens, generated {generated}, max_tokens={max_tokens}{ignoring}")
-    for token in generated:
+    resumed = f" ({resumed_with} of them before it was preempted)" if resumed_with else ""
+    answer.note(f"a prompt of {prompt} tokens, generated {generated}{resumed}, max_tokens={max_tokens}{ignoring}")
+    for token in generated[:resumed_with]:
         seq.append_token(token)
-    before = seq.state(), seq.finish_reason
-    got = scheduler.raw.stop_reason(seq)
+    seat(scheduler, seq)
+    for token in generated[resumed_with:]:
+        if scheduler.block_manager.can_append(seq):
+            scheduler.block_manager.append(seq)  # the slot of the last token; the newest one needs none yet
+        seq.append_token(token)
+    before = everything(scheduler, seq)
+    got = scheduler.stop_reason(seq)
     answer.note(f"scheduler.stop_reason(seq) -> {got!r}")
-    answer.equal((seq.state(), seq.finish_reason), before, "It only looks: whoever asks changes the sequence.")
-    answer.equal(scheduler.raw.stop_reason(seq), got, "Asked again, it answers the same.")
+    answer.equal(everything(scheduler, seq), before, "It only looks: whoever asks changes the sequence.")
+    answer.equal(scheduler.stop_reason(seq), got, "Asked again, it answers the same.")
     return got
+
+
+def seat(scheduler: Any, seq: Sequence) -> None:
+    """Make a sequence a running one, with the blocks of its tokens."""
+    scheduler.add(seq)
+    scheduler.waiting.remove(seq)
+    scheduler.admit(seq)
+
+
+def everything(scheduler: Any, seq: Sequence) -> tuple[Any, ...]:
+    """What asking may not change."""
+    pool, queues = scheduler.block_manager, (list(scheduler.waiting), list(scheduler.running))
+    return seq.state(), seq.finish_reason, queues, pool.state(), list(pool.free_block_ids), scheduler.stop_token_ids
 
 
 def test_contract__a_finish_reason_or_none(answer: Answer) -> None:
@@ -83,6 +110,20 @@ def test_boundary__one_more_than_the_pool_holds(answer: Answer) -> None:
     answer.equal(reason(answer, [5, 5], prompt=6, num_kvcache_blocks=2), None)
     answer.equal(reason(answer, [5, 5, 5], prompt=6, num_kvcache_blocks=2), LENGTH)
     answer.equal(reason(answer, [5], prompt=8, num_kvcache_blocks=2), LENGTH)
+    answer.equal(reason(answer, [5] * 9, prompt=6, kvcache_block_size=5, num_kvcache_blocks=3), None)
+    answer.equal(reason(answer, [5] * 10, prompt=6, kvcache_block_size=5, num_kvcache_blocks=3), LENGTH)
+
+
+def test_boundary__the_whole_pool_counts(answer: Answer) -> None:
+    """What counts is what the pool holds in all, not what is free now: others give their blocks back."""
+    answer.equal(reason(answer, [5], prompt=8, neighbour=16, num_kvcache_blocks=6), None)
+    answer.equal(reason(answer, [5] * 3, prompt=4, neighbour=8, num_kvcache_blocks=5, kvcache_block_size=3), None)
+
+
+def test_boundary__preempted_in_between(answer: Answer) -> None:
+    """A sequence that was preempted has still generated what it had generated before."""
+    answer.equal(reason(answer, [5, 6], max_tokens=3, resumed_with=1), None)
+    answer.equal(reason(answer, [5, 6, 7], max_tokens=3, resumed_with=2), LENGTH)
 
 
 def test_oracle__token_by_token(answer: Answer) -> None:
@@ -91,18 +132,22 @@ def test_oracle__token_by_token(answer: Answer) -> None:
     for _ in range(150):
         ends = rng.sample(range(12), rng.randint(0, 3))
         prompt, max_tokens = rng.randint(1, 12), rng.randint(1, 12)
-        limit, blocks = rng.randint(prompt + 1, 24), rng.randint(-(-prompt // 4), 6)
+        size = rng.choice([1, 3, 4, 8])
+        fewest = -(-prompt // size)
+        limit, blocks = rng.randint(prompt + 1, 24), rng.randint(fewest, fewest + 3)
+        neighbour = rng.randint(0, (blocks - fewest) * size)
         ignore_eos = rng.random() < 0.3
-        options = {"eos": ends[0] if ends else -1, "stop_token_ids": tuple(ends[1:]), "max_model_len": limit}
+        options = {"eos": ends[0] if ends else -1, "stop_token_ids": tuple(ends[1:]), "max_model_len": limit,
+                   "kvcache_block_size": size, "num_kvcache_blocks": blocks, "neighbour": neighbour}  # fmt: skip
         generated: list[int] = []
         while True:
             generated.append(rng.randint(0, 11))
             total, expected = prompt + len(generated), None
-            if len(generated) == max_tokens or total == limit or total == 4 * blocks + 1:
+            if len(generated) == max_tokens or total == limit or total == size * blocks + 1:
                 expected = LENGTH
             if generated[-1] in ends and not ignore_eos:
                 expected = STOP
-            got = reason(answer, generated, prompt, max_tokens, ignore_eos, num_kvcache_blocks=blocks, **options)
+            got = reason(answer, generated, prompt, max_tokens, ignore_eos, **options)
             answer.equal(got, expected)
             if expected:
                 break
