@@ -9,8 +9,8 @@ from nanovllm.workbook.oracles.scheduler import (
     enqueue,
     make_scheduler,
     named,
+    planned_rows,
     random_trial,
-    rows_of,
     run_step,
     whole,
 )  # fmt: skip
@@ -23,7 +23,7 @@ def start(answer: Answer, replaced: Any = None, **options: Any) -> Any:
 
 def admit(answer: Answer, scheduler: Any, budget: int) -> list[tuple[str, int]]:
     """admit_waiting(budget), and the rows that it planned."""
-    rows = rows_of(answer, scheduler.admit_waiting(budget))
+    rows = planned_rows(answer, scheduler, scheduler.admit_waiting(budget))
     whole(answer, scheduler)
     return rows
 
@@ -41,6 +41,15 @@ def test_contract__a_list_of_those_who_got_in(answer: Answer) -> None:
     answer.equal(queues(scheduler), (["A"], []))
     answer.equal((a.status, len(a.block_table), a.num_computed_tokens), (SequenceStatus.RUNNING, 2, 0))
     answer.equal(admit(answer, scheduler, 10), [], "With nobody waiting nobody gets in.")
+
+
+def test_contract__a_list_of_its_own(answer: Answer) -> None:
+    """Each call makes a list of its own: one that was handed out before stays as it is."""
+    scheduler = start(answer)
+    enqueue(answer, scheduler, A=3, B=2)
+    first = scheduler.admit_waiting(3)
+    scheduler.admit_waiting(3)
+    answer.equal(named(first), ["A"])
 
 
 def test_example__six_four_and_one_waits(answer: Answer) -> None:
@@ -115,6 +124,34 @@ def test_boundary__no_room_for_the_next(answer: Answer) -> None:
     answer.equal(queues(scheduler), (["A"], ["B", "C"]))
     answer.equal(scheduler.waiting[0].status, SequenceStatus.WAITING)
     answer.equal(len(scheduler.block_manager.free_block_ids), 3, "Asking takes nothing.")
+
+
+def test_boundary__no_room_for_the_one_in_the_middle(answer: Answer) -> None:
+    """Who finds no room keeps its place, also where it does not stand in front."""
+    replaced = {"Scheduler.next_waiting": lambda self: max(self.waiting, key=lambda seq: seq.num_tokens)}
+    scheduler = start(answer, replaced, num_kvcache_blocks=3)
+    answer.note("(with a next_waiting that names the longest)")
+    enqueue(answer, scheduler, A=2, B=16, C=3)
+    answer.equal(admit(answer, scheduler, 50), [], "B needs 4 of 3 blocks.")
+    answer.equal(queues(scheduler), ([], ["A", "B", "C"]))
+
+
+def test_boundary__the_budget_and_no_other_limit(answer: Answer) -> None:
+    """The budget that is given is what newcomers may use; `prefill_chunk` is the business of the one who gives it."""
+    scheduler = start(answer, prefill_chunk=4)
+    enqueue(answer, scheduler, A=6, B=7, C=5)
+    answer.equal(admit(answer, scheduler, 10), [("A", 6), ("B", 4)])
+
+
+def test_boundary__who_lost_a_seat(answer: Answer) -> None:
+    """Who lost a seat gets one like anybody else; what the cache gave it the first time stays written down."""
+    scheduler = start(answer)
+    (a,) = enqueue(answer, scheduler, A=9)
+    run_step(answer, scheduler)
+    scheduler.raw.preempt(a)
+    answer.note("A has 10 tokens and loses its seat; its 2 full blocks can still be found")
+    answer.equal(admit(answer, scheduler, 50), [("A", 2)])
+    answer.equal((a.status, a.num_cached_tokens), (SequenceStatus.RUNNING, 0))
 
 
 def test_boundary__exactly_enough_room(answer: Answer) -> None:

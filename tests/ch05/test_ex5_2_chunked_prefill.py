@@ -94,6 +94,25 @@ def test_boundary__after_a_prefix_hit(answer: Answer) -> None:
     answer.equal(scheduler.plan_chunk(b, 20), 3, "8 of its 11 tokens come from the cache.")
 
 
+def test_boundary__the_budget_and_no_other_limit(answer: Answer) -> None:
+    """The budget that is given is what a chunk may be; `prefill_chunk` is the business of the one who gives it."""
+    scheduler = start(answer, prefill_chunk=3)
+    a = seated(answer, scheduler, "A", 10, 4)
+    answer.equal(scheduler.plan_chunk(a, 8), 6)
+
+
+def test_boundary__seats_and_not_arrivals(answer: Answer) -> None:
+    """The order is that of the seats, also where somebody got one before others who had arrived earlier."""
+    scheduler = start(answer)
+    a, b = enqueue(answer, scheduler, A=9, B=7)
+    for seq in (b, a):
+        scheduler.raw.waiting.remove(seq)
+        scheduler.raw.admit(seq)
+    answer.note("B gets a seat, and then A")
+    answer.equal(rows_of(answer, scheduler.continue_prefills(10)), [("B", 7), ("A", 3)])
+    answer.equal(named(scheduler.running), ["B", "A"], "Nobody's seat changes.")
+
+
 def test_boundary__planned_blocks_can_be_found(answer: Answer) -> None:
     """A chunk is planned through `plan`, which makes the blocks findable that it fills."""
     scheduler = start(answer)
@@ -166,6 +185,18 @@ def test_boundary__the_end_in_a_prefill(answer: Answer) -> None:
     book(answer, scheduler, (a, 6, 7), (b, 8, None))
     answer.equal((a.is_finished, b.is_finished, named(scheduler.running)), (True, False, ["B"]))
     whole(answer, scheduler)
+
+
+def test_boundary__an_end_token_in_the_prompt(answer: Answer) -> None:
+    """Only a new token can be the end: a chunk brings none, whatever the last token of its prompt is."""
+    scheduler = start(answer, eos=0)
+    (a,) = enqueue(answer, scheduler, A=[5, 6, 7, 8, 0])
+    scheduler.raw.waiting.remove(a)
+    scheduler.raw.admit(a)
+    book(answer, scheduler, (a, 3, None))
+    answer.equal((a.is_finished, a.num_computed_tokens, named(scheduler.running)), (False, 3, ["A"]))
+    book(answer, scheduler, (a, 2, 9))
+    answer.equal((a.is_finished, a.last_token, named(scheduler.running)), (False, 9, ["A"]))
 
 
 def test_boundary__rows_in_another_order(answer: Answer) -> None:

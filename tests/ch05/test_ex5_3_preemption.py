@@ -10,6 +10,7 @@ from nanovllm.workbook.oracles.scheduler import (
     enqueue,
     make_scheduler,
     named,
+    planned_rows,
     random_trial,
     rows_of,
     run_step,
@@ -23,7 +24,7 @@ def start(answer: Answer, replaced: Any = None, **options: Any) -> Any:
 
 
 def decode(answer: Answer, scheduler: Any) -> list[tuple[str, int]]:
-    rows = rows_of(answer, scheduler.schedule_decodes())
+    rows = planned_rows(answer, scheduler, scheduler.schedule_decodes())
     whole(answer, scheduler)
     return rows
 
@@ -155,6 +156,29 @@ def test_boundary__the_seat_counts_and_not_the_arrival(answer: Answer) -> None:
     answer.equal(queues(scheduler), (["C", "B"], ["A"]))
     answer.equal(decode(answer, scheduler), [("C", 1)], "C takes the last free block, B needs one and sits last.")
     answer.equal(queues(scheduler), (["C"], ["B", "A"]))
+
+
+def test_boundary__two_victims_in_the_order_of_their_seats(answer: Answer) -> None:
+    """Of two victims the one that was seated first stands in front, even if it arrived later."""
+    replaced = {"Scheduler.next_waiting": lambda self: self.waiting[-1]}
+    scheduler = start(answer, replaced)
+    answer.note("(with a next_waiting that names the last)")
+    enqueue(answer, scheduler, A=4, B=4, C=4)
+    run_step(answer, scheduler)
+    scheduler.preempt(scheduler.running[-1])
+    scheduler.preempt(scheduler.running[-1])
+    answer.equal(queues(scheduler), (["C"], ["B", "A"]))
+
+
+def test_boundary__what_the_cache_gave_it(answer: Answer) -> None:
+    """That tokens came from the cache at its first admission stays written down: it is a number of the request."""
+    scheduler = start(answer)
+    enqueue(answer, scheduler, A=list(range(1, 10)))
+    run_step(answer, scheduler)
+    (b,) = enqueue(answer, scheduler, B=[*range(1, 9), 50, 51])
+    run_step(answer, scheduler)
+    scheduler.preempt(b)
+    answer.equal((b.num_cached_tokens, b.num_computed_tokens), (8, 0))
 
 
 def test_boundary__back_again(answer: Answer) -> None:

@@ -10,6 +10,7 @@ from nanovllm.workbook.oracles.scheduler import (
     enqueue,
     make_scheduler,
     named,
+    planned_rows,
     random_trial,
     rows_of,
     run_step,
@@ -31,7 +32,7 @@ def decoding(answer: Answer, scheduler: Any, **prompts: int) -> None:
 
 
 def plan(answer: Answer, scheduler: Any, method: str, *args: Any, **options: Any) -> list[tuple[str, int]]:
-    rows = rows_of(answer, getattr(scheduler, method)(*args, **options))
+    rows = planned_rows(answer, scheduler, getattr(scheduler, method)(*args, **options))
     whole(answer, scheduler)
     return rows
 
@@ -67,12 +68,13 @@ def test_boundary__what_is_left_for_newcomers(answer: Answer) -> None:
     """Newcomers get the budget without what those under way have used, and perhaps nothing."""
     for budget, chunk, used, left in ((10, 30, 4, 6), (10, 7, 4, 3), (9, 9, 9, 0), (12, 20, 0, 12)):
         given: list[int] = []
-        going_on = Named("A", [1, 2, 3])
-        going_on.num_scheduled_tokens = used
+        going_on = [Named("A", [1] * 9), Named("B", [2] * 9)] if used else []
+        for seq, count in zip(going_on, (used - 1, 1), strict=False):
+            seq.num_scheduled_tokens = count
 
-        def under_way(self: Any, budget: int, going_on: Named = going_on, given: list[int] = given) -> list[Named]:
+        def under_way(self: Any, budget: int, rows: list[Named] = going_on, given: list[int] = given) -> list[Named]:
             given.append(budget)
-            return [going_on] if going_on.num_scheduled_tokens else []
+            return list(rows)
 
         def newcomers(self: Any, budget: int, given: list[int] = given) -> list[Named]:
             given.append(budget)
@@ -80,7 +82,7 @@ def test_boundary__what_is_left_for_newcomers(answer: Answer) -> None:
 
         replaced = {"Scheduler.continue_prefills": under_way, "Scheduler.admit_waiting": newcomers}
         scheduler = start(answer, replaced, max_num_batched_tokens=50, prefill_chunk=chunk)
-        answer.note(f"(continue_prefills uses {used} tokens)")
+        answer.note(f"(continue_prefills uses {used} tokens, in {len(going_on)} rows)")
         scheduler.schedule_prefills(budget)
         answer.equal(given[0], min(budget, chunk), "Those under way may use the budget, and prefill_chunk at most.")
         answer.equal(sum(given[1:]), left, "Newcomers may use what is left.")

@@ -139,6 +139,42 @@ def test_boundary__asking_is_not_overtaking(answer: Answer) -> None:
         counter.ask()
 
 
+def test_boundary__short_and_long_of_any_size(answer: Answer) -> None:
+    """Half as long is half as long, for few tokens and for many, and wherever the short one stands."""
+    for sizes in ((2, 1), (3, 1), (1000, 500), (300, 140, 290), (40, *[50] * 20, 20)):
+        start(answer, *sizes).ask()
+
+
+def test_boundary__newcomers_between_two_questions(answer: Answer) -> None:
+    """While the pool has no room, shorter ones keep coming, and the answer may change; that overtakes nobody."""
+    counter = start(answer, 60)
+    for size in range(29, 9, -1):
+        counter.arrive(size)
+        counter.ask()
+
+
+def test_boundary__a_second_seat(answer: Answer) -> None:
+    """Who lost its seat and gets it back overtakes nobody: it did so with its first seat."""
+    counter = start(answer, 40, 4)
+    answer.equal(counter.seat().name, "B")
+    for _ in range(10):
+        counter.raw.preempt(counter.raw.running[-1])
+        answer.equal(counter.seat().name, "B")
+        counter.ask()
+    answer.note("B has lost its seat and got it back ten times")
+    counter.arrive(4)
+    counter.ask()
+
+
+def test_boundary__those_who_came_before(answer: Answer) -> None:
+    """Who arrived earlier and gets its seat earlier has overtaken nobody."""
+    counter = start(answer, *[2] * 12, 40)
+    for _ in range(12):
+        counter.end(counter.seat())
+    counter.arrive(3)
+    counter.ask()
+
+
 def test_boundary__several_long_ones(answer: Answer) -> None:
     """Not only the first is protected: every one of them is seated in time."""
     counter = start(answer, 50, 60, 40, 70)

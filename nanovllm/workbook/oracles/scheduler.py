@@ -233,6 +233,14 @@ def rows_of(answer: Answer, seqs: Any) -> list[tuple[str, int]]:
     return [(seq.name, seq.num_scheduled_tokens) for seq in seqs]
 
 
+def planned_rows(answer: Answer, scheduler: Any, seqs: Any) -> list[tuple[str, int]]:
+    """`rows_of` a list that is not one of the scheduler's own."""
+    rows = rows_of(answer, seqs)
+    own = "The rows are a list of their own: whoever changes it must not change who has a seat."
+    answer.require(seqs is not scheduler.raw.running, "the list `running` itself", "another list", own)
+    return rows
+
+
 class Trial:
     """The answer's scheduler and the slow one, on the same requests."""
 
