@@ -199,7 +199,8 @@ def test_the_template_helper_goes_with_the_engine(tiny_model_dir: Path) -> None:
         assert len(child_processes() - before) == 1
         if way == "exit":
             llm.exit()
-        del llm
+        else:
+            del llm
         assert child_processes() == before, way
 
 
@@ -284,6 +285,35 @@ def test_many_threads_drop_streams_while_the_engine_works(tiny_model_dir: Path) 
             for thread in threads:
                 thread.join()
             assert_whole(llm)
+
+
+def test_a_caller_waits_for_the_sweep_of_another_thread(tiny_model_dir: Path) -> None:
+    """That thread holds the door for a moment, and is in no call."""
+    with build(tiny_model_dir) as llm:
+        real = llm._door
+
+        class Door:
+            def acquire(self, timeout: float) -> bool:
+                if timeout > 0:
+                    real.release()  # it is done within that time
+                return real.acquire(timeout=timeout)
+
+            def release(self) -> None:
+                real.release()
+
+        real.acquire()
+        llm._door = Door()  # type: ignore[assignment]
+        try:
+            assert llm.step() == ([], 0)
+        finally:
+            llm._door = real
+
+
+def test_a_progress_bar_leaves_no_thread(tiny_model_dir: Path) -> None:
+    with build(tiny_model_dir) as llm:
+        before = set(threading.enumerate())
+        llm.generate(PROMPTS, cold(2), use_tqdm=True)
+        assert set(threading.enumerate()) == before
 
 
 def test_a_stream_goes_on_after_other_calls(tiny_model_dir: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, EngineDeadError
+from nanovllm.engine import llm_engine
 from nanovllm.worker.tensor_parallel import RankGroup, RankProcess
 from tests.tensor_parallel import faulty
 from tests.tensor_parallel.helpers import PROMPTS, build, cold_tokens, holdings, is_running
@@ -134,6 +135,17 @@ def test_dies_while_it_builds_its_runner(tiny_model_dir: Path, name: str, words:
         build(tiny_model_dir, parts={"RMSNorm": part(name)})
     for word in ("rank 1", *words):
         assert word in str(caught.value)
+
+
+def test_an_engine_that_cannot_be_built_ends_its_ranks(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_args: Any) -> None:
+        raise ZeroDivisionError("planted: no tokenizer")
+
+    before = holdings()["children"]
+    monkeypatch.setattr(llm_engine, "load_tokenizer", broken)
+    with pytest.raises(ZeroDivisionError, match="no tokenizer") as caught:
+        build(tiny_model_dir)
+    assert holdings()["children"] == before, f"at once, and not when {caught.value} is forgotten"
 
 
 def test_one_process_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
