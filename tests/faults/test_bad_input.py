@@ -429,6 +429,16 @@ def test_conversations(llm: LLM, answer: list[int], value: Any) -> None:
             assert isinstance(error, RequestError)
 
 
+@cases({"none": None, "several": {"default": "hi"}})
+def test_a_model_without_a_chat_template(
+    llm: LLM, answer: list[int], value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", value)
+    for call in (lambda: llm.chat([{"role": "user", "content": "hi"}]), lambda: llm.chat_prompt([{}])):
+        _, error = attempt(llm, answer, call)
+        assert isinstance(error, RequestError) and "no chat template" in str(error)
+
+
 def test_conversations_of_somebody_elses_making(llm: LLM) -> None:
     plain = llm.chat_prompt([{"role": "user", "content": "hi"}])
     assert llm.chat_prompt((OrderedDict(role="user", content="hi"),)) == plain

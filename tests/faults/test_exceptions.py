@@ -187,6 +187,24 @@ def test_a_failed_step_by_hand_drops_the_requests_of_that_step(tiny_model_dir: P
         assert_whole(llm)
 
 
+def test_a_step_by_hand_that_cannot_be_planned(
+    tiny_model_dir: Path, answer: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows whose fault it is; with all requests still there, the next step would fail like this one."""
+
+    def broken(*_args: Any) -> None:
+        raise Boom("broken")
+
+    with build(tiny_model_dir) as llm:
+        for prompt in PROMPTS:
+            llm.add_request(prompt, cold(6))
+        with monkeypatch.context() as patch, pytest.raises(Boom):
+            patch.setattr(llm.scheduler, "schedule", broken)
+            llm.step()
+        assert_whole(llm)
+        assert generate(llm) == answer
+
+
 def test_a_stream_that_fails(tiny_model_dir: Path, answer: list[list[int]]) -> None:
     fuse = Fuse()
     with build(tiny_model_dir, Parts({"Sampler.forward": with_fuse(Sampler.forward, fuse)})) as llm:

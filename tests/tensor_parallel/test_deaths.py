@@ -51,7 +51,8 @@ def dies(act: Callable[[], Any], *words: str) -> None:
 
 
 def closed(llm: LLM) -> None:
-    """The engine says that it is closed, at once and for good."""
+    """The engine has given its memory back, and says that it is closed, at once and for good."""
+    assert llm.model_runner.model is None and llm.model_runner.kv_cache is None
     dies_at_once = time.perf_counter()
     with pytest.raises(EngineDeadError):
         cold_tokens(llm)
