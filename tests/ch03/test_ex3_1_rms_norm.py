@@ -61,17 +61,51 @@ def test_oracle__every_vector_by_itself(answer: Answer) -> None:
 
 def test_oracle__the_residual_is_added_first(answer: Answer) -> None:
     """With a residual, what is normed is the sum of both."""
-    for _ in range(10):
-        weight = [round(answer.rng.uniform(0.2, 2.0), 3) for _ in range(6)]
-        norm, x, residual = make(answer, weight), random(answer, 3, 6), random(answer, 3, 6)
-        expected = torch.tensor([by_hand(row, weight, 1e-6) for row in (x + residual).tolist()])
-        answer.equal(norm.forward(x, residual)[0], expected, tolerance=CLOSE)
+    for shape in ((3, 6), (1, 2), (4, 3), (2, 3, 6), (7,), (3, 2, 2, 4)):
+        weight = [round(answer.rng.uniform(0.2, 2.0), 3) for _ in range(shape[-1])]
+        eps = answer.rng.choice([1e-5, 0.1, 2.0])
+        norm, x, residual = make(answer, weight, eps), random(answer, *shape), random(answer, *shape)
+        rows = [by_hand(row, weight, eps) for row in (x + residual).reshape(-1, shape[-1]).tolist()]
+        normed, total = norm.forward(x, residual)
+        answer.equal(normed, torch.tensor(rows).reshape(shape), tolerance=CLOSE)
+        answer.equal(total, x + residual, tolerance=CLOSE)
+
+
+def test_oracle__one_norm_for_many_steps(answer: Answer) -> None:
+    """What a norm has seen before does not matter: every call is about its own arguments."""
+    weight = [0.5, 1.0, 2.0, 1.5]
+    norm = make(answer, weight)
+    for step in range(4):
+        x, residual = random(answer, 3, 4), random(answer, 3, 4) if step % 2 else None
+        total = x if residual is None else x + residual
+        got = norm.forward(x, residual)
+        expected = torch.tensor([by_hand(row, weight, 1e-6) for row in total.tolist()])
+        answer.equal(got if residual is None else got[0], expected, tolerance=CLOSE)
 
 
 def test_boundary__the_sum_is_the_next_residual(answer: Answer) -> None:
     """The second value is the sum itself, neither normed nor weighted: the total that the next layer adds to."""
     norm, x, residual = make(answer, [2.0, 3.0]), torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])
     answer.equal(norm.forward(x, residual)[1], torch.tensor([[11.0, 22.0]]), tolerance=CLOSE)
+
+
+def test_boundary__any_size_of_numbers(answer: Answer) -> None:
+    """Large numbers and small ones are normed alike, and their sum is not cut: hidden states reach thousands."""
+    norm = make(answer, [1.0, 1.0], eps=1e-6)
+    answer.equal(norm.forward(torch.tensor([[3e4, 4e4]])), torch.tensor([[0.848528, 1.131371]]), tolerance=CLOSE)
+    normed, total = norm.forward(torch.tensor([[1e4, -4e4]]), torch.tensor([[2e4, 8e4]]))
+    answer.equal(normed, torch.tensor([[0.848528, 1.131371]]), tolerance=CLOSE)
+    answer.equal(total, torch.tensor([[3e4, 4e4]]))
+
+
+def test_boundary__parts_of_a_larger_tensor(answer: Answer) -> None:
+    """x may be a part of a larger tensor, whose vectors do not adjoin in memory (queries beside keys and values)."""
+    norm, whole = make(answer, [1.0, 2.0, 0.5]), random(answer, 4, 5, 7)
+    answer.note("x = whole[:, 1:4, 2:5], of shape [4, 3, 3]")
+    x, residual = whole[:, 1:4, 2:5], whole[:, 2:5, 4:7]
+    for total, got in ((x, norm.forward(x)), (x + residual, norm.forward(x, residual)[0])):
+        rows = [by_hand(row, [1.0, 2.0, 0.5], 1e-6) for row in total.reshape(-1, 3).tolist()]
+        answer.equal(got, torch.tensor(rows).reshape(4, 3, 3), tolerance=CLOSE)
 
 
 def test_boundary__a_zero_vector(answer: Answer) -> None:

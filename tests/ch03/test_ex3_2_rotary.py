@@ -61,13 +61,30 @@ def test_example__a_quarter_turn(answer: Answer) -> None:
 
 def test_oracle__angles_by_hand(answer: Answer) -> None:
     """Number i of the first half and number i of the second half form a pair, turned by position * theta^(-2i/H)."""
-    for head_dim, heads, kv_heads in ((2, 1, 1), (4, 3, 1), (6, 4, 2), (16, 9, 3)):
+    for head_dim, heads, kv_heads in ((2, 1, 1), (4, 3, 1), (6, 4, 2), (16, 9, 3), (8, 8, 1), (4, 14, 2)):
         rotary = make(answer, head_dim)
         positions = [answer.rng.randrange(64) for _ in range(7)]
         q, k = random(answer, 7, heads, head_dim), random(answer, 7, kv_heads, head_dim)
         got = rotary.forward(torch.tensor(positions), q, k)
         answer.equal(got[0], expected(q, positions, 100.0), tolerance=CLOSE)
         answer.equal(got[1], expected(k, positions, 100.0), tolerance=CLOSE)
+
+
+def test_oracle__one_table_for_many_steps(answer: Answer) -> None:
+    """Each step turns by its own positions, however many tokens the step before had, and wherever they stood."""
+    rotary, places = make(answer, 4), torch.zeros(3, dtype=torch.int64)
+    for positions in ([0, 1, 2], [3, 4, 5], [41, 7, 12], [42, 8, 13]):
+        q, k = random(answer, 3, 2, 4), random(answer, 3, 1, 4)
+        places.copy_(torch.tensor(positions))  # the engine's input tensors are filled anew for each step, too
+        answer.note(f"positions {positions}")
+        answer.equal(
+            rotary.forward(places, q, k),
+            (expected(q, positions, 100.0), expected(k, positions, 100.0)),
+            tolerance=CLOSE,
+        )
+    rotary.raw.cos_sin[42] = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    answer.note("cos_sin[42] = (1, 1, 0, 0)")
+    answer.equal(rotary.forward(places, q, k)[0][0], q[0], tolerance=CLOSE)
 
 
 def test_oracle__only_distances_count(answer: Answer) -> None:
@@ -92,8 +109,18 @@ def test_boundary__a_chunk_goes_on(answer: Answer) -> None:
 def test_boundary__packed_sequences_and_decodes(answer: Answer) -> None:
     """Tokens of several sequences lie side by side, so positions jump and repeat."""
     rotary = make(answer, 4)
-    positions = [0, 1, 2, 0, 1, 63, 17, 17]
-    q, k = random(answer, 8, 2, 4), random(answer, 8, 2, 4)
+    for positions in ([0, 1, 2, 0, 1, 63, 17, 17], [5, 30, 2, 8], [3, 3, 3], [62, 63, 0, 1]):
+        q, k = random(answer, len(positions), 2, 4), random(answer, len(positions), 2, 4)
+        got = rotary.forward(torch.tensor(positions), q, k)
+        answer.equal(got, (expected(q, positions, 100.0), expected(k, positions, 100.0)), tolerance=CLOSE)
+
+
+def test_boundary__parts_of_a_larger_tensor(answer: Answer) -> None:
+    """Queries and keys may be parts of one tensor, so the tokens of each do not adjoin in memory."""
+    rotary, qkv = make(answer, 4), random(answer, 3, 32)
+    q, k, _ = qkv.split([16, 8, 8], dim=-1)
+    q, k, positions = q.unflatten(-1, (4, 4)), k.unflatten(-1, (2, 4)), [9, 4, 30]
+    answer.note("q and k: the first 16 and the next 8 columns of a tensor [3, 32]")
     got = rotary.forward(torch.tensor(positions), q, k)
     answer.equal(got, (expected(q, positions, 100.0), expected(k, positions, 100.0)), tolerance=CLOSE)
 

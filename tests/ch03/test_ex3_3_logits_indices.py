@@ -12,11 +12,15 @@ def make(answer: Answer, rows: list[tuple[int, int, int]], generated: int = 0) -
     answer.story.clear()
     answer.note(f"(computed, scheduled, all tokens) of each sequence: {rows}")
     seqs = []
-    for computed, scheduled, total in rows:
-        seq = Sequence(list(range(total - generated)), block_size=4)
+    for number, (computed, scheduled, total) in enumerate(rows):
+        # Numbers say nothing about places: a sequence that was preempted stands behind younger ones.
+        seq = Sequence(list(range(total - generated)), seq_id=50 - 3 * number, block_size=4)
         for token in range(generated):
             seq.append_token(token)
         seq.num_computed_tokens, seq.num_scheduled_tokens = computed, scheduled
+        seq.num_cached_tokens = computed // 4 * 4  # as if all whole blocks had been found in the prefix cache
+        if computed < seq.num_prompt_tokens:
+            seq.num_prefill_tokens = total  # under way, for the first time or again
         seqs.append(seq)
     return answer.watch(answer.parts.resolve(InputBatchBuilder)(), "builder"), seqs
 
@@ -59,6 +63,8 @@ def test_oracle__any_step(answer: Answer) -> None:
             more = answer.rng.choice([0, 0, 1, 4])
             rows.append((computed, scheduled, computed + scheduled + more))
         answer.equal(ask(answer, rows), slowly(rows))
+    many = [(3 * i, 1 + i % 4, 3 * i + 1 + i % 4 + i % 3) for i in range(40)]
+    answer.equal(ask(answer, many), slowly(many))
 
 
 def test_boundary__a_chunk_gives_nothing(answer: Answer) -> None:

@@ -33,12 +33,16 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
 
 def test_contract__ids_and_inputs(answer: Answer) -> None:
     """It returns one int64 id a row and does not change its arguments."""
-    sampler, logits, temperatures = make(answer), torch.randn(3, 7), torch.tensor([1.0, 0.5, 2.0])
-    before = logits.clone(), temperatures.clone()
-    got = sampler.forward(logits, temperatures, generator(answer), True)
-    answer.equal((list(got.shape), got.dtype), ([3], torch.int64))
-    answer.require(bool(((got >= 0) & (got < 7)).all()), got, "ids from 0 to 6")
-    answer.equal((logits, temperatures), before, "It may not change its inputs.")
+    for values, needs_noise in (([1.0, 0.5, 2.0], True), ([1.0, 1e-6, 1e-5], True), ([1e-6] * 3, False), ([0.7], True),
+                                ([1e-6], True), ([1e-6], False)):  # fmt: skip
+        sampler, temperatures = make(answer), torch.tensor(values)
+        logits = torch.randn(len(values), 7, generator=generator(answer))
+        before = logits.clone(), temperatures.clone()
+        answer.note(f"(temperatures {values})")
+        got = sampler.forward(logits, temperatures, generator(answer), needs_noise)
+        answer.equal((list(got.shape), got.dtype), ([len(values)], torch.int64))
+        answer.require(bool(((got >= 0) & (got < 7)).all()), got, "ids from 0 to 6")
+        answer.equal((logits, temperatures), before, "It may not change its inputs.")
 
 
 def test_contract__the_generator_decides(answer: Answer) -> None:
@@ -47,6 +51,12 @@ def test_contract__the_generator_decides(answer: Answer) -> None:
     runs = [sampler.forward(logits, temperatures, torch.Generator().manual_seed(seed), True) for seed in (5, 5, 6)]
     answer.equal(runs[0], runs[1], "The same seed draws the same tokens.")
     answer.require(not torch.equal(runs[0], runs[2]), "the same tokens", "other tokens with another seed")
+    for source in (torch.Generator().manual_seed(5), None):
+        answer.story.clear()
+        one, two = (sampler.forward(logits, temperatures, source, True) for _ in range(2))
+        what = "PyTorch's own (no generator was given)" if source is None else "the generator"
+        answer.require(not torch.equal(one, two), "the same tokens", f"other noise in each step, from {what}",
+                       "Every step draws anew: the noise goes on from where the generator stands.")  # fmt: skip
 
 
 def test_example__three_tokens(answer: Answer) -> None:
@@ -67,6 +77,16 @@ def test_oracle__distribution(answer: Answer) -> None:
         logits = torch.tensor(values).expand(DRAWS, 6)
         got = shares(sampler.forward(logits, torch.full((DRAWS,), temperature), generator(answer), True), 6)
         answer.equal(got, softmax(values, temperature), tolerance=SLACK)
+
+
+def test_oracle__many_tokens(answer: Answer) -> None:
+    """Every token of the vocabulary can be drawn, however many are more likely."""
+    sampler, logits = make(answer), torch.linspace(0.0, 0.5, 400)
+    answer.note("5,000 rows of 400 logits from 0 to 0.5, temperature 1")
+    ids = sampler.forward(logits.expand(5000, 400), torch.ones(5000), generator(answer), True)
+    expected = logits.softmax(-1).view(4, 100).sum(-1)
+    got = torch.bincount(ids, minlength=400).view(4, 100).sum(-1).float() / 5000
+    answer.equal(got, expected, tolerance=2 * SLACK, rule="Shares of the ids 0-99, 100-199, 200-299, 300-399.")
 
 
 def test_oracle__each_row_has_its_own_temperature(answer: Answer) -> None:
@@ -96,6 +116,27 @@ def test_boundary__cold_rows(answer: Answer) -> None:
         answer.story.clear()
         got = sampler.forward(logits, torch.full((600,), temperature), generator(answer), True)
         answer.equal(got.view(200, 3), torch.tensor([1, 0, 2]).expand(200, 3))
+
+
+def test_boundary__just_cold(answer: Answer) -> None:
+    """A row at exactly 1e-5 takes its largest logit, however little larger that is."""
+    sampler = make(answer)
+    for temperature in (1e-5, 9e-6, 2e-6):
+        answer.note(f"400 rows of logits (0, 1e-6), temperature {temperature}")
+        got = sampler.forward(
+            torch.tensor([0.0, 1e-6]).expand(400, 2), torch.full((400,), temperature), generator(answer), True
+        )
+        answer.equal(got, torch.ones(400, dtype=torch.int64))
+
+
+def test_boundary__just_warm(answer: Answer) -> None:
+    """A row above 1e-5 is drawn, as cool as it may be: logits that differ by t * ln 2 give shares of 1/3 and 2/3."""
+    for temperature in (1.5e-5, 1e-4, 1e-3, 0.02, 0.2):
+        sampler = make(answer)
+        answer.note(f"{DRAWS} rows of logits (0, {temperature} * ln 2), temperature {temperature}")
+        logits = torch.tensor([0.0, temperature * math.log(2)]).expand(DRAWS, 2)
+        got = shares(sampler.forward(logits, torch.full((DRAWS,), temperature), generator(answer), True), 2)
+        answer.equal(got, [1 / 3, 2 / 3], tolerance=SLACK)
 
 
 def test_boundary__cold_and_warm_in_one_batch(answer: Answer) -> None:

@@ -1,7 +1,10 @@
 """Grader of exercise 3.6: causal attention over paged keys and values."""
 
 import math
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -17,7 +20,7 @@ class Step:
 
     def __init__(
         self, answer: Answer, rows: list[tuple[int, int]], block_size: int = 4, heads: int = 2, kv_heads: int = 1,
-        head_dim: int = 3, num_decodes: int = 0,
+        head_dim: int = 3, num_decodes: int = 0, attention: Any = None,
     ) -> None:  # fmt: skip
         answer.story.clear()
         answer.note(f"rows of (queries, context): {rows}; blocks of {block_size}, {heads} heads on {kv_heads} kv heads")
@@ -29,7 +32,10 @@ class Step:
         self.v_cache = torch.full_like(self.k_cache, math.nan)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        tables = torch.full((len(rows), max(widths, default=1) + 1), 10**6, dtype=torch.int32)
+        # Behind a row's last block: numbers of no block, and of blocks that are somebody else's.
+        shape = (len(rows), max(widths, default=1) + 1)
+        rubbish = [answer.rng.choice([10**6, -1, answer.rng.randrange(num_blocks)]) for _ in range(shape[0] * shape[1])]
+        tables = torch.tensor(rubbish, dtype=torch.int32).reshape(shape)
         for b, (_, context) in enumerate(rows):
             k = torch.randn(context, kv_heads, head_dim, generator=generator)
             v = torch.randn(context, kv_heads, head_dim, generator=generator)
@@ -51,7 +57,9 @@ class Step:
             max_query_len=max(queries for queries, _ in rows), max_context_len=max(contexts), num_decodes=num_decodes,
         )  # fmt: skip
         self.rows, self.scale = rows, 0.37
-        self.attention = answer.parts.resolve(TorchAttention)(heads, kv_heads, head_dim, self.scale, block_size)
+        self.attention = attention
+        if attention is None:
+            self.attention = answer.parts.resolve(TorchAttention)(heads, kv_heads, head_dim, self.scale, block_size)
 
     def got(self) -> Any:
         return self.attention.attend(self.q, self.k_cache, self.v_cache, self.metadata)
@@ -109,8 +117,23 @@ def test_oracle__whole_prompts(answer: Answer) -> None:
 
 def test_oracle__decodes(answer: Answer) -> None:
     """A decode's one query sees all tokens of its sequence."""
-    for rows in ([(1, 6)], [(1, 4), (1, 5), (1, 8), (1, 17)]):
+    for rows in ([(1, 6)], [(1, 4), (1, 5), (1, 8), (1, 17)], [(1, 1), (1, 150), (1, 2)]):
         compare(answer, rows, num_decodes=len(rows))
+
+
+def test_oracle__one_backend_for_many_steps(answer: Answer) -> None:
+    """Layers and steps share the backend: each call is about its own arguments, whatever the last one was."""
+    first = Step(answer, [(1, 6), (2, 7)], num_decodes=1)
+    answer.equal(first.got(), first.slowly(), tolerance=CLOSE)
+    for rows in ([(1, 6), (2, 7)], [(1, 7), (2, 9)], [(1, 8), (2, 2)]):
+        step = Step(answer, rows, num_decodes=1, attention=first.attention)
+        answer.note("(the same backend as in the step before)")
+        answer.equal(step.got(), step.slowly(), tolerance=CLOSE)
+    step.q.neg_()  # the next layer: other queries, keys and values, but the same metadata
+    step.v_cache.mul_(2.0)
+    step.values = [2.0 * values for values in step.values]
+    answer.note("then another layer: q = -q, v_cache *= 2")
+    answer.equal(step.got(), step.slowly(), tolerance=CLOSE)
 
 
 def test_oracle__heads_share(answer: Answer) -> None:
@@ -139,6 +162,7 @@ def test_boundary__behind_a_prefix(answer: Answer) -> None:
     """Behind cached tokens the queries are the last of the context, not the first."""
     compare(answer, [(2, 5)])
     compare(answer, [(2, 18), (3, 3)])
+    compare(answer, [(5, 90), (3, 40)])
 
 
 def test_boundary__rubbish_behind_the_last_token(answer: Answer) -> None:
@@ -163,6 +187,31 @@ def test_boundary__padding(answer: Answer) -> None:
     got = step.got()
     answer.equal(got[0], expected[0], tolerance=CLOSE)
     answer.require(bool(got[1].isfinite().all()), got[1], "finite numbers in the padded row")
+
+
+def never_written(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Memory that nobody has written to may hold anything; from this it comes full of NaN, so that it shows."""
+
+    def filled(*args: Any, **options: Any) -> torch.Tensor:
+        made = make(*args, **options)
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    return filled
+
+
+def test_boundary__padding_in_between(answer: Answer) -> None:
+    """What stands behind a padded row is computed as if that were not there, and the row itself is filled."""
+    step = Step(answer, [(1, 5), (1, 1), (1, 6), (3, 4)], num_decodes=3)
+    expected = step.slowly()
+    step.metadata.context_lens[1] = 0
+    step.metadata.block_tables[1] = 10**6
+    answer.note("then context_lens[1] = 0")
+    with ExitStack() as stack:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            stack.enter_context(patch.object(owner, name, never_written(getattr(owner, name))))
+        got = step.got()
+    answer.require(bool(got[1].isfinite().all()), got[1], "finite numbers in the padded row")
+    answer.equal(torch.cat([got[:1], got[2:]]), torch.cat([expected[:1], expected[2:]]), tolerance=CLOSE)
 
 
 def test_boundary__large_scores(answer: Answer) -> None:
