@@ -85,6 +85,12 @@ def test_boundary__exactly_whole_blocks(answer: Answer) -> None:
     answer.equal(ask(answer, total=299, used=0, peak=0, current=0, utilization=1.0, bytes_per_block=100), 2)
 
 
+def test_boundary__many_blocks(answer: Answer) -> None:
+    """As many blocks as fit, be they millions."""
+    got = ask(answer, total=10**9, used=0, peak=0, current=0, utilization=1.0, bytes_per_block=64)
+    answer.equal(got, 15_625_000)
+
+
 def test_boundary__large_sizes_stay_exact(answer: Answer) -> None:
     """Sizes of hundreds of gigabytes are counted to the byte."""
     size = 29_360_128

@@ -17,10 +17,11 @@ def rows(answer: Answer, wanted: list[tuple[int, int, int]], block_size: int = 4
     ]
 
 
-def compare(answer: Answer, seqs: list[Sequence]) -> Any:
+def compare(answer: Answer, seqs: list[Sequence], builder: Any = None) -> Any:
     answer.story.clear()
     answer.note(describe(seqs))
-    got = answer.watch(answer.parts.resolve(InputBatchBuilder)(), "builder").prepare_prefill(seqs)
+    builder = builder or answer.parts.resolve(InputBatchBuilder)()
+    got = answer.watch(builder, "builder").prepare_prefill(seqs)
     compare_arrays(answer, got, seqs)
     return got
 
@@ -34,6 +35,16 @@ def test_contract__fields_types_and_sequences(answer: Answer) -> None:
     after = [(list(s.token_ids), s.block_table, s.num_computed_tokens, s.num_scheduled_tokens) for s in seqs]
     answer.equal(after, before, "It may not change a sequence.")
     compare(answer, seqs)
+
+
+def test_contract__arrays_of_its_own(answer: Answer) -> None:
+    """Each call makes new arrays: those of an earlier step stay as they are."""
+    builder = answer.parts.resolve(InputBatchBuilder)()
+    before, after = rows(answer, [(0, 5, 5), (2, 3, 9)]), rows(answer, [(3, 5, 8), (4, 3, 9)])
+    got = compare(answer, before, builder)
+    compare(answer, after, builder)
+    answer.note("(the arrays of the first call, after the second)")
+    compare_arrays(answer, got, before)
 
 
 def test_example__two_rows(answer: Answer) -> None:
@@ -50,8 +61,7 @@ def test_oracle__random_steps(answer: Answer) -> None:
         for _ in range(answer.rng.randint(1, 6)):
             computed, scheduled = answer.rng.randint(0, 12), answer.rng.randint(1, 7)
             wanted.append((computed, scheduled, computed + scheduled + answer.rng.choice([0, 0, 1, 5])))
-        seqs = rows(answer, wanted, answer.rng.choice([1, 2, 4, 16]), temperature=answer.rng.choice([1e-6, 0.7]))
-        compare(answer, seqs)
+        compare(answer, rows(answer, wanted, answer.rng.choice([1, 2, 4, 16])))
 
 
 def test_boundary__a_second_chunk(answer: Answer) -> None:
@@ -79,7 +89,33 @@ def test_boundary__chunks_bring_no_temperature(answer: Answer) -> None:
     chunk = make_sequence(answer, 9, 0, 4, 4, used, temperature=2.0)
     cold = make_sequence(answer, 3, 0, 3, 4, used, temperature=1e-6)
     got = compare(answer, [chunk, cold])
-    answer.equal((len(got.temperatures), got.needs_noise), (1, False))
+    answer.equal((len(got.temperatures), bool(got.needs_noise)), (1, False))
+
+
+def test_boundary__temperatures_in_order(answer: Answer) -> None:
+    """Each row that gives a logit brings its own temperature, in the order of the rows."""
+    used: list[int] = []
+    wanted = ((6, 5, 1, 0.75), (9, 0, 4, 2.0), (3, 0, 3, 0.5), (4, 0, 4, 1.25))
+    seqs = [make_sequence(answer, total, start, count, 4, used, temperature=t) for total, start, count, t in wanted]
+    answer.equal(compare(answer, seqs).temperatures.tolist(), [0.75, 0.5, 1.25])
+
+
+def test_boundary__where_noise_begins(answer: Answer) -> None:
+    """COLD itself needs no noise, and anything above it does; one warm row is enough."""
+    used: list[int] = []
+    seqs = [make_sequence(answer, 4, 0, 4, 4, used, temperature=t) for t in (1e-6, 1e-5, 2e-5)]
+    for some in (seqs[:2], seqs, seqs[1:]):
+        compare(answer, some)
+
+
+def test_boundary__tokens_that_were_generated(answer: Answer) -> None:
+    """After a preemption generated tokens are computed again, and a row has caught up only behind the last of them."""
+    used: list[int] = []
+    for computed, scheduled in ((0, 4), (0, 6), (4, 3), (0, 9), (8, 1)):
+        seq = make_sequence(answer, 9, computed, scheduled, 4, used, temperature=0.7)
+        seq.num_prompt_tokens = 4
+        used.clear()
+        compare(answer, [seq])
 
 
 def test_boundary__nobody_is_sampled(answer: Answer) -> None:
@@ -90,6 +126,13 @@ def test_boundary__nobody_is_sampled(answer: Answer) -> None:
 def test_boundary__tables_of_different_lengths(answer: Answer) -> None:
     """Shorter block tables are filled up with 0 behind their last block."""
     compare(answer, rows(answer, [(0, 2, 2), (12, 3, 30), (0, 8, 8)]))
+
+
+def test_boundary__slots_above_32_bits(answer: Answer) -> None:
+    """Slots are int64, because a pool may have more of them than 32 bits count: no product on the way is smaller."""
+    seqs = rows(answer, [(255, 2, 300)], block_size=256)
+    seqs[0].block_table = (8_400_000, 8_500_000)
+    answer.equal(compare(answer, seqs).slot_mapping.tolist(), [8_400_000 * 256 + 255, 8_500_000 * 256])
 
 
 def test_boundary__exact_blocks(answer: Answer) -> None:

@@ -33,6 +33,16 @@ def test_contract__fields_types_and_sequences(answer: Answer) -> None:
     answer.equal(after, before, "It may not change a sequence.")
 
 
+def test_contract__arrays_of_its_own(answer: Answer) -> None:
+    """Each call makes new arrays: those of an earlier step stay as they are."""
+    builder = answer.parts.resolve(InputBatchBuilder)()
+    before, after = rows(answer, [(9, 10), (3, 4)]), rows(answer, [(8, 9), (2, 3)])
+    got = compare(answer, before, builder)
+    compare(answer, after, builder)
+    answer.note("(the arrays of the first call, after the second)")
+    compare_arrays(answer, got, before)
+
+
 def test_example__three_rows(answer: Answer) -> None:
     """Rows at positions 9, 3 and 8 have contexts 10, 4 and 9; with table (7, 2, 5) position 9 has slot 21."""
     seqs = rows(answer, [(9, 10), (3, 4), (8, 9)])
@@ -48,10 +58,8 @@ def test_oracle__random_steps(answer: Answer) -> None:
         wanted = []
         for _ in range(answer.rng.randint(1, 8)):
             computed = answer.rng.randint(0, 20)
-            wanted.append((computed, computed + 1))
-        compare(
-            answer, rows(answer, wanted, answer.rng.choice([1, 3, 4, 16]), temperature=answer.rng.choice([1e-6, 2.0]))
-        )
+            wanted.append((computed, computed + 1 + answer.rng.choice([0, 0, 0, 2])))
+        compare(answer, rows(answer, wanted, answer.rng.choice([1, 3, 4, 16])))
 
 
 def test_oracle__one_builder_many_steps(answer: Answer) -> None:
@@ -77,8 +85,14 @@ def test_boundary__not_caught_up(answer: Answer) -> None:
     """A row that computes one token of a prompt with more to come gives no logit and brings no temperature."""
     got = compare(answer, rows(answer, [(5, 6), (2, 9), (7, 8)]))
     answer.equal(got.logits_indices.tolist(), [0, 2])
-    got = compare(answer, rows(answer, [(2, 9)]))
-    answer.equal(got.needs_noise, False)
+    compare(answer, rows(answer, [(2, 9)], temperature=1.5))
+
+
+def test_boundary__slots_above_32_bits(answer: Answer) -> None:
+    """Slots are int64, because a pool may have more of them than 32 bits count: no product on the way is smaller."""
+    seqs = rows(answer, [(299, 300)], block_size=256)
+    seqs[0].block_table = (8_400_000, 8_500_000)
+    answer.equal(compare(answer, seqs).slot_mapping.tolist(), [8_500_000 * 256 + 43])
 
 
 def test_boundary__the_first_token(answer: Answer) -> None:
@@ -95,5 +109,27 @@ def test_boundary__mixed_temperatures(answer: Answer) -> None:
     """One warm row among cold ones needs noise."""
     used: list[int] = []
     seqs = [make_sequence(answer, 6, 5, 1, 4, used, temperature=t) for t in (1e-6, 1e-5, 0.3)]
-    answer.equal(compare(answer, seqs).needs_noise, True)
-    answer.equal(compare(answer, seqs[:2]).needs_noise, False)
+    for some in (seqs, seqs[:2], seqs[2:]):
+        compare(answer, some)
+
+
+def test_boundary__where_noise_begins(answer: Answer) -> None:
+    """COLD itself needs no noise, and anything above it does."""
+    for temperature in (1e-6, 1e-5, 2e-5):
+        compare(answer, rows(answer, [(5, 6), (0, 1)], temperature=temperature))
+
+
+def test_boundary__temperatures_in_order(answer: Answer) -> None:
+    """Each row that gives a logit brings its own temperature, in the order of the rows."""
+    used: list[int] = []
+    seqs = [make_sequence(answer, total, 5, 1, 4, used, temperature=t) for total, t in ((6, 0.75), (9, 2.0), (6, 0.5))]
+    answer.equal(compare(answer, seqs).temperatures.tolist(), [0.75, 0.5])
+
+
+def test_boundary__tokens_that_were_generated(answer: Answer) -> None:
+    """A row has caught up behind the last of all its tokens, generated ones as well."""
+    used: list[int] = []
+    seqs = [make_sequence(answer, 9, computed, 1, 4, used, temperature=0.7) for computed in (8, 5, 3)]
+    for seq in seqs:
+        seq.num_prompt_tokens = 4
+    answer.equal(compare(answer, seqs).logits_indices.tolist(), [0])

@@ -39,8 +39,10 @@ def write(answer: Answer, inputs: Any, arrays: BatchArrays, size: int) -> None:
     answer.note(
         f"write a step of {rows} rows (tables {width} wide, {len(arrays.temperatures)} sampled), padded to {size}"
     )
+    before = [np.array(value) for value in arrays]
     result = inputs.write(arrays, size)
     answer.equal(result, None, "It returns nothing.")
+    answer.equal([np.array(v).tolist() for v in arrays], [v.tolist() for v in before], "It may not change its inputs.")
 
 
 def check(answer: Answer, inputs: Any, arrays: BatchArrays, size: int) -> None:
@@ -61,14 +63,19 @@ def test_contract__sizes_and_arguments(answer: Answer) -> None:
     got = answer.call("graph_sizes", 9)
     answer.require(isinstance(got, list), f"a {type(got).__name__}", "a list")
     inputs = make(answer)
-    for name in FIELDS:
-        inputs.host[name][:] = 77
-    arrays = step(answer, 2, 3)
-    before = [np.array(value) for value in arrays]
-    write(answer, inputs, arrays, 4)
-    answer.equal([np.array(v).tolist() for v in arrays], [v.tolist() for v in before], "It may not change its inputs.")
-    for name in FIELDS:
-        answer.equal(inputs.host[name][4:].tolist(), [77] * 4, f"{name}: rows from `size` on are not touched.")
+    for buffer in inputs.host.values():
+        buffer[:] = 77
+    write(answer, inputs, step(answer, 2, 3), 4)
+    for name, buffer in inputs.host.items():
+        rule = "Rows from `size` on are not touched."
+        answer.require(bool((buffer[4:] == 77).all()), f"{name}: {buffer[4:].tolist()}", f"{name}: 77 everywhere", rule)
+
+
+def test_contract__a_list_of_its_own(answer: Answer) -> None:
+    """Each call makes a list of its own: one that was handed out before stays as it is."""
+    first = answer.call("graph_sizes", 3)
+    answer.call("graph_sizes", 20)
+    answer.equal(first, [1, 2, 3])
 
 
 def test_example__twenty_and_three(answer: Answer) -> None:

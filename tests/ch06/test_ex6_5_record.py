@@ -14,32 +14,48 @@ class Machine:
 
     def __init__(self, answer: Answer, max_num_seqs: int = 4, has_logits: bool = True) -> None:
         answer.story.clear()
-        answer.note(f"graphs for up to {max_num_seqs} rows; forward(batch) gives input_ids * 10 + positions")
+        answer.note(f"graphs for up to {max_num_seqs} rows; forward(batch) gives numbers made of all its fields")
         self.runs: list[int] = []
         self.has_logits = has_logits
+        self.is_broken = False
         rows = DecodeGraphs.graph_sizes(max_num_seqs)[-1]
         self.inputs = StepInputs(rows, 2, torch.device("cpu"))
         self.graphs = answer.parts.resolve(DecodeGraphs)(self.forward, max_num_seqs, self.inputs)
 
     def forward(self, batch: Any) -> torch.Tensor | None:
         self.runs.append(len(batch.input_ids))
+        if self.is_broken:
+            raise RuntimeError("out of memory in the middle of a step")
         if not self.has_logits:
             return None
-        return (batch.input_ids * 10 + batch.positions).float()[:, None] + torch.arange(3.0)
+        metadata = batch.attn_metadata
+        read = metadata.context_lens / 4 + metadata.slot_mapping / 8 + metadata.block_tables[:, 0] / 16
+        return (batch.input_ids * 10 + batch.positions + read)[:, None] + torch.arange(3.0)
 
     def record(self, size: int) -> tuple[Callable[[], None], Any]:
         result: tuple[Callable[[], None], Any] = self.graphs.record(self.forward, self.graphs.batch(size))
         return result
 
     def put(self, ids: list[int], positions: list[int]) -> None:
-        """Write into the buffers, as the engine does before a replay."""
-        self.inputs.device["input_ids"][: len(ids)] = torch.tensor(ids)
-        self.inputs.device["positions"][: len(positions)] = torch.tensor(positions)
+        """Write into the buffers, as the engine does before a replay. The other fields follow from these two."""
+        device, rows = self.inputs.device, len(ids)
+        device["input_ids"][:rows] = torch.tensor(ids)
+        device["positions"][:rows] = torch.tensor(positions)
+        device["context_lens"][:rows] = torch.tensor(positions) + 1
+        device["block_tables"][:rows, 0] = torch.tensor(ids) + 5
+        device["slot_mapping"][:rows] = torch.tensor(ids) * 4 + 20
+
+
+def logits_of(ids: list[int], positions: list[int], contexts: list[int], slots: list[int],
+              blocks: list[int]) -> torch.Tensor:  # fmt: skip
+    """What the stand-in for a model says, row by row."""
+    fields = zip(ids, positions, contexts, slots, blocks, strict=True)
+    return torch.tensor([[10 * i + p + c / 4 + s / 8 + b / 16 + n for n in range(3)] for i, p, c, s, b in fields])
 
 
 def expected(ids: list[int], positions: list[int]) -> torch.Tensor:
-    rows = [[float(10 * i + p + n) for n in range(3)] for i, p in zip(ids, positions, strict=True)]
-    return torch.tensor(rows)
+    """The logits of what `Machine.put` wrote."""
+    return logits_of(ids, positions, [p + 1 for p in positions], [4 * i + 20 for i in ids], [i + 5 for i in ids])
 
 
 def test_contract__what_comes_back(answer: Answer) -> None:
@@ -95,7 +111,9 @@ def test_oracle__through_the_graphs(answer: Answer) -> None:
         del answer.story[1:]
         answer.note(f"a step of {len(seqs)} rows: input_ids {arrays.input_ids.tolist()}")
         logits, _ = machine.graphs.run(arrays)
-        answer.equal(logits, expected(arrays.input_ids.tolist(), arrays.positions.tolist()))
+        first_blocks = arrays.block_tables[:, 0]
+        fields = (arrays.input_ids, arrays.positions, arrays.context_lens, arrays.slot_mapping, first_blocks)
+        answer.equal(logits, logits_of(*(field.tolist() for field in fields)))
 
 
 def test_boundary__the_same_tensor_each_time(answer: Answer) -> None:
@@ -149,6 +167,28 @@ def test_boundary__recordings_do_not_share(answer: Answer) -> None:
     machine.put([1, 2], [0, 0])
     two[0]()
     answer.equal((one[1], two[1]), (expected([5], [0]), expected([1, 2], [0, 0])))
+
+
+def test_boundary__everything_is_read_anew(answer: Answer) -> None:
+    """Slots, contexts and block tables are read at each replay, too, not only ids and positions."""
+    machine = Machine(answer)
+    machine.put([9, 9], [9, 9])
+    replay, logits = machine.record(2)
+    for name in ("slot_mapping", "context_lens", "block_tables"):
+        before = logits.clone()
+        machine.inputs.device[name].add_(3)
+        answer.note(f"every number in {name} grows by 3, replay()")
+        replay()
+        answer.require(bool((logits > before).all()), "the old logits", "larger logits")
+
+
+def test_boundary__an_error_is_told(answer: Answer) -> None:
+    """Where the step fails, the replay fails: stale logits must not pass for new ones."""
+    machine = Machine(answer)
+    replay, _ = machine.record(2)
+    machine.is_broken = True
+    answer.note("forward(batch) raises a RuntimeError from now on")
+    answer.raises(RuntimeError, replay)
 
 
 def test_boundary__a_rank_without_logits(answer: Answer) -> None:

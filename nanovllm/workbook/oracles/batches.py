@@ -9,16 +9,25 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.workbook.grading import Answer
 
 INT64, INT32, FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
+TEMPERATURES = (1e-6, 1e-5, 2e-5, 0.3, 0.7, 1.5)  # the first two need no noise
 
 
 def make_sequence(
     answer: Answer, total: int, computed: int, scheduled: int, block_size: int, used: list[int],
-    temperature: float = 1.0, spare_blocks: int = 0,
+    temperature: float | None = None, spare_blocks: int = 0,
 ) -> Sequence:  # fmt: skip
-    """A sequence of `total` distinct tokens over random blocks that no other one has (`used` collects them)."""
-    seq = Sequence(
-        answer.rng.sample(range(1000), total), SamplingParams(temperature=temperature), block_size=block_size
-    )
+    """A sequence of `total` distinct tokens over random blocks that no other one has (`used` collects them).
+
+    Half of them have generated some of their tokens: they decode, or catch up after a preemption.
+    """
+    tokens = answer.rng.sample(range(1000), total)
+    num_prompt = answer.rng.randint(1, total) if answer.rng.random() < 0.5 else total
+    params = SamplingParams(temperature=answer.rng.choice(TEMPERATURES) if temperature is None else temperature)
+    seq = Sequence(tokens[:num_prompt], params, block_size=block_size)
+    for token in tokens[num_prompt:]:
+        seq.append_token(token)
+    if not num_prompt <= computed == total - 1:
+        seq.num_prefill_tokens = total
     free = [block for block in range(100) if block not in used]
     needed = -(-total // block_size) + spare_blocks
     seq.block_table = tuple(answer.rng.sample(free, needed))
@@ -61,6 +70,7 @@ def compare_arrays(answer: Answer, got: Any, seqs: list[Sequence]) -> None:
     for name, expected in expected_arrays(seqs).items():
         value: Any = getattr(got, name, None)
         if not isinstance(expected, tuple):
+            value = bool(value) if isinstance(value, np.bool_) else value
             answer.equal(value, expected, f"{name}: {answer.rule}")
             continue
         dtype, numbers = expected
@@ -72,5 +82,5 @@ def compare_arrays(answer: Answer, got: Any, seqs: list[Sequence]) -> None:
 
 
 def describe(seqs: list[Sequence]) -> str:
-    rows = [(seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_tokens) for seq in seqs]
-    return f"(computed, scheduled, all tokens): {rows}; blocks of {seqs[0].block_size}"
+    rows = [(s.num_computed_tokens, s.num_scheduled_tokens, s.num_tokens, s.num_prompt_tokens) for s in seqs]
+    return f"(computed, scheduled, all, prompt tokens): {rows}; blocks of {seqs[0].block_size}"
