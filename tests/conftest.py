@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: tiny checkpoints, made once per run, and the default model if it is here."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from nanovllm.paths import default_model_path, is_model_folder
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach the network by accident
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: its children would ignore it as well
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def tiny_model(factory: pytest.TempPathFactory, architecture: str) -> Path:

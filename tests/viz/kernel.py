@@ -97,14 +97,18 @@ class Kernel:
                 output["data"] = content["data"]
         elif kind in ("display_data", "execute_result", "stream", "error") and outputs is not None:
             output = {"kind": kind, **content}
+            if kind == "stream" and outputs and outputs[-1].get("name") == content["name"]:
+                outputs[-1]["text"] += content["text"]  # one print may come in two messages
+                return
             outputs.append(output)
             if display_id:
                 self.by_display_id.setdefault(display_id, []).append(output)
 
     def health(self) -> dict[str, Any]:
         """Of the engine `llm` that SETUP made, and of the widgets."""
-        (output,) = self.run("health()")
-        state: dict[str, Any] = json.loads(output["text"])
+        outputs = self.run("health()")
+        assert [output["kind"] for output in outputs] == ["stream"], outputs
+        state: dict[str, Any] = json.loads(outputs[0]["text"])
         return state
 
 
