@@ -395,9 +395,17 @@ def test_numbers_of_requests(llm: LLM, answer: list[int], value: Any) -> None:
 
 def test_a_request_by_its_numpy_number(llm: LLM) -> None:
     number = llm.add_request(PROMPT, cold(5))
-    assert not llm.abort(True if number == 1 else False)
     assert llm.abort(np.int64(number))  # type: ignore[arg-type]
     assert_whole(llm)
+
+
+def test_a_truth_is_no_number_of_a_request(tiny_model_dir: Path) -> None:
+    with build(tiny_model_dir) as llm:
+        numbers = [llm.add_request(PROMPT, cold(2)) for _ in range(2)]
+        assert numbers == [False, True], "they would compare as equal"
+        assert not llm.abort(False) and not llm.abort(True)
+        llm.generate(PROMPT, cold(2), use_tqdm=False)
+        assert llm.get_output(True) is None and llm.get_output(1) is not None
 
 
 @cases({**ODD, "array": np.array([1, 2]), "text": "yes"})
@@ -437,6 +445,13 @@ def test_a_model_without_a_chat_template(
     for call in (lambda: llm.chat([{"role": "user", "content": "hi"}]), lambda: llm.chat_prompt([{}])):
         _, error = attempt(llm, answer, call)
         assert isinstance(error, RequestError) and "no chat template" in str(error)
+
+
+def test_no_conversations_and_an_empty_one(llm: LLM, answer: list[int]) -> None:
+    assert attempt(llm, answer, lambda: llm.chat([])) == ([], None), "a list of no conversations"
+    for call in (lambda: llm.chat([[]]), lambda: llm.chat_prompt([]), lambda: llm.stream([])):
+        _, error = attempt(llm, answer, call)
+        assert isinstance(error, RequestError)
 
 
 def test_conversations_of_somebody_elses_making(llm: LLM) -> None:

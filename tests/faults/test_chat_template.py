@@ -1,5 +1,6 @@
 """The helper that renders chat templates: what transformers renders, in a process that cannot do harm and leaves."""
 
+import json
 import os
 import signal
 import subprocess
@@ -84,15 +85,85 @@ def test_the_helper_can_open_nothing(tmp_path: Path) -> None:
     code = (
         "import os, runpy, socket, sys; sys.path.append(sys.argv[1])\n"
         f"helper = runpy.run_path({str(chat_template.HELPER)!r})\n"
+        f"before = open({str(tmp_path / 'before')!r}, 'wb', buffering=0)\n"
         "helper['give_up_rights'](512 << 20)\n"
         f"for attempt in (lambda: open('/etc/hostname'), lambda: open({str(tmp_path / 'x')!r}, 'w'), socket.socket,\n"
-        "                lambda: os.listdir('/'), lambda: os.pipe(), lambda: bytearray(1 << 30)):\n"
+        "                lambda: os.listdir('/'), lambda: os.pipe(), lambda: bytearray(1 << 30), lambda: before.write(b'x')):\n"
         "    try: attempt(); print('done')\n"
         "    except (OSError, MemoryError) as error: print('refused')\n"
     )
     packages = Path(sys.modules["jinja2"].__file__ or "").parents[1]
     result = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(packages)], capture_output=True, text=True)
-    assert result.stdout.split() == ["refused"] * 6, result.stdout + result.stderr
+    assert result.stdout.split() == ["refused"] * 7, result.stdout + result.stderr
+
+
+def test_the_limits_hold_for_the_helper_that_runs() -> None:
+    template = ChatTemplate(TEMPLATES["chatml"], {})
+    template.render(CONVERSATIONS[0])
+    assert template._helper is not None
+    lines = Path(f"/proc/{template._helper.pid}/limits").read_text().splitlines()
+    limits = {line[:26].strip(): line[26:].split()[:2] for line in lines}
+    for name in ("Max open files", "Max file size", "Max processes", "Max core file size"):
+        assert limits[name] == ["0", "0"], name
+    assert limits["Max address space"] == [str(chat_template.MEMORY)] * 2
+    template.close()
+
+
+def test_a_system_without_some_limit_has_the_others() -> None:
+    code = (
+        "import resource, runpy, sys; sys.path.append(sys.argv[1])\n"
+        f"helper = runpy.run_path({str(chat_template.HELPER)!r})\n"
+        "real = resource.setrlimit; del resource.RLIMIT_AS\n"
+        "def picky(kind, values):\n"
+        "    if kind == resource.RLIMIT_NOFILE: raise ValueError('not this one')\n"
+        "    real(kind, values)\n"
+        "resource.setrlimit = picky\n"
+        "helper['give_up_rights'](512 << 20)\n"
+        "print(resource.getrlimit(resource.RLIMIT_CORE))\n"
+    )
+    packages = str(Path(sys.modules["jinja2"].__file__ or "").parents[1])
+    result = subprocess.run([sys.executable, "-I", "-S", "-c", code, packages], capture_output=True, text=True)
+    assert result.stdout == "(0, 0)\n", result.stderr
+
+
+def test_only_its_own_modules_are_loaded_and_nothing_is_said_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither what lies in the working directory nor the start-up files of site-packages."""
+    report = "{'text': f'{str() in sys.path} {\"site\" in sys.modules}'}"
+    answer = f"sys.stdin.readline(); sys.stdin.readline(); print(json.dumps({report}), flush=True); sys.stdin.read()"
+    monkeypatch.setattr(chat_template, "START", f"import json, sys; print('noise', file=sys.stderr); {answer}")
+    template = ChatTemplate("", {})
+    assert template.render([]) == "False False"
+    template.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_without_jinja2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TemplateFailure, match="pip install jinja2"):
+        ChatTemplate("hi", {}).render([])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{{ raise_exception('no system messages, please') }}", "^no system messages, please$"),
+        ("{% if", "expected"),
+        ("{{ 1 // 0 }}", "^ZeroDivisionError: "),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ 'a' * 10**10 }}", "^MemoryError"),
+    ],
+)
+def test_the_reason_of_a_failure_reaches_the_caller_and_the_helper_goes_on(text: str, reason: str) -> None:
+    template = ChatTemplate(text, {})
+    helpers = []
+    for _ in range(2):
+        with pytest.raises(TemplateFailure, match=reason):
+            template.render(CONVERSATIONS[0])
+        helpers.append(template._helper)
+    assert helpers[0] is helpers[1] is not None
+    template.close()
 
 
 def test_the_helper_sees_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,11 +176,14 @@ def test_the_helper_sees_no_secrets_of_the_environment(monkeypatch: pytest.Monke
     template.close()
 
 
-def test_a_killed_helper_is_told_and_another_one_starts() -> None:
+@pytest.mark.parametrize("seen", [False, True], ids=["just now", "long ago"])
+def test_a_killed_helper_is_told_and_another_one_starts(seen: bool) -> None:
     template = ChatTemplate(TEMPLATES["chatml"], {})
     expected = template.render(CONVERSATIONS[0])
     assert template._helper is not None
     template._helper.kill()
+    if seen:
+        template._helper.wait()  # the pipe is broken before anything is written
     with pytest.raises(TemplateFailure, match="status -9"):
         template.render(CONVERSATIONS[0])
     assert template.render(CONVERSATIONS[0]) == expected
@@ -123,18 +197,55 @@ def test_a_helper_that_left_for_want_of_work_is_not_missed() -> None:
     assert template.render(CONVERSATIONS[0]) == expected
 
 
-def test_it_leaves_for_want_of_work() -> None:
-    before = child_processes()
+def impatient() -> subprocess.Popen[bytes]:
+    """A helper that leaves after a second without work, and has 30 for a rendering."""
     code = chat_template.HELPER.read_text().replace("IDLE_SECONDS = 60", "IDLE_SECONDS = 1")
     packages = str(Path(sys.modules["jinja2"].__file__ or "").parents[1])
     start = f"import sys; sys.path.append({packages!r})\n{code}"
-    command = [sys.executable, "-I", "-S", "-c", start, "", packages, "1", str(1 << 29)]
-    helper = subprocess.Popen(command, stdin=subprocess.PIPE)
-    assert helper.stdin is not None
+    command = [sys.executable, "-I", "-S", "-c", start, "", packages, "30", str(1 << 29)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def test_a_conversation_is_not_charged_for_reading_and_for_the_one_before() -> None:
+    """Each line takes 0.4 s to read here, and a rendering may take 0.3."""
+    code = (
+        "import runpy, sys, time; sys.path.append(sys.argv[1])\n"
+        f"helper = runpy.run_path({str(chat_template.HELPER)!r})\n"
+        "class Slow:\n"
+        "    lines = [b'{\"template\": \"hi\", \"variables\": {}}', b'[]', b'[]', b'']\n"
+        "    def readline(self):\n"
+        "        end = time.process_time() + 0.4\n"
+        "        while time.process_time() < end: pass\n"
+        "        return self.lines.pop(0)\n"
+        "sys.stdin = type('', (), {'buffer': Slow()})\n"
+        "helper['serve'](0.3)\n"
+    )
+    packages = str(Path(sys.modules["jinja2"].__file__ or "").parents[1])
+    result = subprocess.run([sys.executable, "-I", "-S", "-c", code, packages], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == '{"text": "hi"}\n' * 2
+
+
+def test_it_does_not_leave_while_it_renders() -> None:
+    now = "strftime_now('%s') | int"
+    stop = "{% if " + now + " > begin + 2 %}{% break %}{% endif %}"
+    loops = "{% for a in range(99999) %}{% for b in range(99) %}" + stop + "{% endfor %}" + stop + "{% endfor %}"
+    text = "{% set begin = " + now + " %}" + loops + "done"
+    with impatient() as helper:
+        answer, _ = helper.communicate(json.dumps({"template": text, "variables": {}}).encode() + b"\n[]\n")
+    assert json.loads(answer) == {"text": "done"}
+    assert helper.returncode == 0, "and goes when there is no more to read"
+
+
+def test_it_leaves_for_want_of_work() -> None:
+    before = child_processes()
+    helper = impatient()
+    assert helper.stdin is not None and helper.stdout is not None
     helper.stdin.write(b'{"template": "x", "variables": {}}\n')
     helper.stdin.flush()
     assert helper.wait(timeout=60) == -signal.SIGALRM
     helper.stdin.close()
+    helper.stdout.close()
     assert child_processes() == before
 
 
@@ -144,10 +255,13 @@ def test_it_goes_with_its_owner(how: str) -> None:
     template = ChatTemplate(TEMPLATES["chatml"], {})
     template.render(CONVERSATIONS[0])
     assert len(child_processes() - before) == 1
+    helper = template._helper
+    assert helper is not None and helper.stdin is not None and helper.stdout is not None
     if how == "close":
         template.close()
         template.close()
     del template
+    assert helper.stdin.closed and helper.stdout.closed
     assert child_processes() == before
 
 

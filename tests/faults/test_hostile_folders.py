@@ -18,13 +18,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+import nanovllm.tokenizer
 from nanovllm import LLM, NanoVLLMError
 from nanovllm.errors import MemoryBudgetError, RequestError, UnsupportedModelError, WeightError
 from nanovllm.model_folder import MAX_JSON, MODEL_TYPES
 from nanovllm.models.registry import supported_models
-from nanovllm.tokenizer import load_tokenizer
+from nanovllm.tokenizer import MAX_TOKENIZER, default_template, load_tokenizer
 from tests.faults.engines import build, cold, resident_bytes
 from tests.tiny_models import edit_json
 
@@ -180,10 +182,26 @@ def test_files_that_are_no_table(folder: Path, limits: None, name: str) -> None:
         assert name in ("tokenizer_config.json", "generation_config.json") and case in ("nan", "twice"), case
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_files_that_are_missing(folder: Path, limits: None, name: str) -> None:
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_files_that_are_too_large(folder: Path, limits: None, name: str) -> None:
+    """Good ones, with blanks behind; even those are not read."""
+    with (folder / name).open("a") as file:
+        file.write(" " * (MAX_TOKENIZER if name == "tokenizer.json" else MAX_JSON))
+    with pytest.raises(UnsupportedModelError, match=rf"{name} cannot be read: it has .* bytes, the limit is"):
+        use(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", "cannot read config.json .*: there is no such file"),
+        ("tokenizer.json", "has no tokenizer.json; only fast tokenizers"),
+        ("model.safetensors", "has no weights"),
+    ],
+)
+def test_files_that_are_missing(folder: Path, limits: None, name: str, message: str) -> None:
     (folder / name).unlink()
-    with pytest.raises((UnsupportedModelError, WeightError), match="no |cannot be read|cannot read"):
+    with pytest.raises((UnsupportedModelError, WeightError), match=message):
         use(folder)
 
 
@@ -228,6 +246,20 @@ def test_a_folder_with_code_is_refused_by_name_and_the_code_never_runs(folder: P
     assert not marker.exists()
 
 
+def test_transformers_is_told_to_run_no_code_and_to_stay_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is looked at before, so this is the second line of defence."""
+    told: dict[str, Any] = {}
+
+    def from_pretrained(path: str, **options: Any) -> None:
+        told.update(options)
+        raise OSError("enough")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    with pytest.raises(UnsupportedModelError, match="enough"):
+        use(folder)
+    assert told == {"trust_remote_code": False, "local_files_only": True}
+
+
 @pytest.mark.parametrize("key", ["tokenizer_file", "vocab_file", "merges_file", "init_inputs", "fast_tokenizer_files",
                                  "tokenizer_object", "gguf_file", "name_or_path", "from_slow"])  # fmt: skip
 def test_names_of_files_in_tokenizer_config_are_ignored(folder: Path, outside: Path, limits: None, key: str) -> None:
@@ -263,6 +295,37 @@ def test_special_tokens_that_the_model_does_not_have(folder: Path, limits: None,
             use(folder)
     else:
         assert use(folder).tokenizer.convert_tokens_to_ids("<evil>") == 299
+
+
+@pytest.mark.parametrize("value", [5, True, ["</s>"], {"content": 5}, {"text": "</s>"}])
+def test_special_tokens_that_are_no_text_are_ignored(folder: Path, limits: None, value: Any) -> None:
+    edit_json(folder / "tokenizer_config.json", pad_token=value, additional_special_tokens=[value])
+    assert use(folder).tokenizer.pad_token is None
+
+
+def test_one_chat_template_of_several() -> None:
+    several = [{"name": "tools", "template": "t"}, 5, {"name": "default", "template": "d"}]
+    assert default_template(several) == "d" and default_template("d") == "d"
+    for entry in (several[:2], [{"name": "default"}], [], {"default": "d"}, 5, None):
+        assert default_template(entry) is None, entry
+
+
+def test_a_tokenizer_that_panics_and_one_that_is_interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rust code that fails raises what is no Exception. Ctrl-C does so too, and must not become a broken folder."""
+
+    class PanicException(BaseException):
+        pass
+
+    for error, seen in ((PanicException("index out of bounds"), UnsupportedModelError), (KeyboardInterrupt(), None)):
+
+        class Broken:
+            @staticmethod
+            def from_str(text: str, error: BaseException = error) -> None:
+                raise error
+
+        monkeypatch.setattr(nanovllm.tokenizer, "Tokenizer", Broken)
+        with pytest.raises(seen or type(error)):
+            load_tokenizer(folder, 300)
 
 
 @pytest.mark.parametrize("value", [-1, 300, 2**70, 1.5, "2", True, [2, "2"], [[2]], {"a": 2}])

@@ -182,6 +182,25 @@ def test_links_of_the_hugging_face_cache_are_followed(folder: Path) -> None:
     assert logits(snapshot).isfinite().all()
 
 
+def test_only_links_of_the_hugging_face_cache_lead_to_its_blobs(folder: Path) -> None:
+    """Not names with a path in them, and not from a folder that merely stands where a snapshot would."""
+    snapshot, blobs = folder.parent / "snapshots" / "0123abcd", folder.parent / "blobs"
+    snapshot.parent.mkdir()
+    folder.rename(snapshot)
+    table = split(snapshot)
+    blobs.mkdir()
+    (snapshot / table[Q_PROJ]).rename(blobs / "hash")
+    write_index(snapshot, {key: "../../blobs/hash" if value == table[Q_PROJ] else value for key, value in table.items()})
+    with pytest.raises(WeightError, match="outside the model folder"):
+        make_model(snapshot)
+    write_index(snapshot, table)
+    (snapshot / table[Q_PROJ]).symlink_to("../../blobs/hash")
+    assert logits(snapshot).isfinite().all()
+    snapshot.parent.rename(folder.parent / "models")
+    with pytest.raises(WeightError, match="outside the model folder"):
+        make_model(folder.parent / "models" / snapshot.name)
+
+
 def test_a_folder_reached_through_a_link_is_fine(folder: Path) -> None:
     (folder.parent / "link").symlink_to(folder)
     assert logits(folder.parent / "link").isfinite().all()
