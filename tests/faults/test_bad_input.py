@@ -155,6 +155,21 @@ def test_config(tiny_model_dir: Path, option: str) -> None:
         assert repr(config) and config._repr_html_()
 
 
+@pytest.mark.parametrize("option", INTEGERS)
+def test_a_truth_is_no_number_of_an_option(tiny_model_dir: Path, option: str) -> None:
+    for value in (True, False):
+        with pytest.raises(ConfigError, match=f"^{option} must be an integer, got {value}$"):
+            Config(str(tiny_model_dir), **{option: value})
+
+
+@cases({"negative": -1, "text": "2", "float": 2.0, "truth": True, "None": None, "list": [2], "huge": 2**63})
+def test_end_tokens_that_are_none(tiny_model_dir: Path, value: Any) -> None:
+    for ids in ([value], (5, value)):
+        with pytest.raises(ConfigError, match="^stop_token_ids must be"):
+            Config(str(tiny_model_dir), stop_token_ids=ids)
+    assert Config(str(tiny_model_dir), stop_token_ids=[np.int64(2)]).stop_token_ids == (2,)
+
+
 @cases({**ODD, "missing": "no/such/folder", "nul": "a\0b", "long": "x" * 5000, "dots": "../..", "file": __file__})
 def test_model(value: Any) -> None:
     """Here "" and "/" are folders without a config.json."""
