@@ -124,7 +124,7 @@ class DecodeGraphs:
         views = {name: field[:size] for name, field in self.inputs.device.items()}
         metadata = AttentionMetadata(
             views["slot_mapping"], views["block_tables"], views["context_lens"], self.cu_seqlens_q[: size + 1],
-            max_query_len=1, max_context_len=self.inputs.host["block_tables"].shape[1], num_decodes=size,
+            max_query_len=1, max_context_len=0, num_decodes=size,  # 0: a graph must not depend on how long contexts are
         )  # fmt: skip
         no_indices = self.cu_seqlens_q[:0].long()
         return InputBatch(views["input_ids"], views["positions"], metadata, no_indices, views["temperatures"], False)

@@ -153,9 +153,9 @@ class ModelRunner:
         """Logits of all rows of a decode step, one query each."""
         metadata = batch.attn_metadata
         if not self.attention.capturable:
-            metadata = replace(
-                metadata
-            )  # such a backend plans once for each object, and a replayed batch keeps its own
+            # Such a backend plans once for each metadata object and sizes its memory by the longest context. A recorded
+            # batch is one object for all of its steps, so every replay makes one of its own, with the length of today.
+            metadata = replace(metadata, max_context_len=int(metadata.context_lens.max()))
         hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, metadata)
         return self.model.compute_logits(hidden)
 

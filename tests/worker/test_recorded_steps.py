@@ -75,3 +75,19 @@ def test_fewer_seats_than_that(tiny_model_dir: Path) -> None:
         assert recorder.recorded == [3, 2, 1]
     with build(tiny_model_dir, recorder, max_num_seqs=3, enforce_eager=True):
         assert recorder.recorded == [3, 2, 1], "nobody asked for recordings"
+
+
+def test_a_replay_knows_how_long_its_contexts_are(tiny_model_dir: Path) -> None:
+    """Backends size their memory by it, in tokens; 48 and more of them here, in a table of 16 blocks."""
+    prompts, seen = [[5, 6] * 24, [7, 8] * 20], []
+
+    def look(model: Any, args: tuple[Any, ...]) -> None:
+        metadata = args[3]
+        seen.append((metadata.max_context_len, int(metadata.context_lens.max())))
+
+    with build(tiny_model_dir, None) as llm:
+        expected = tokens(llm, prompts)
+    with build(tiny_model_dir, Recorder(), max_num_seqs=2) as llm:
+        llm.model_runner.model.register_forward_pre_hook(look)
+        assert tokens(llm, prompts) == expected
+    assert seen == [(length, length) for length in (48, 49, 50, 51)]
