@@ -5,8 +5,10 @@ from nanovllm.workbook.grading import Answer
 
 def test_contract__returns_an_int(answer: Answer) -> None:
     """A number of blocks is an int."""
-    got = answer.call("blocks_needed", 7, 3)
-    answer.equal(got, 3)
+    for num_tokens, block_size, blocks in ((7, 3, 3), (2, 8, 1), (0, 8, 0)):
+        got = answer.call("blocks_needed", num_tokens, block_size)
+        answer.require(type(got) is int, f"{got!r}, a {type(got).__name__}", "an int")
+        answer.equal(got, blocks)
 
 
 def test_example__five_and_eight_in_blocks_of_four(answer: Answer) -> None:
@@ -39,6 +41,9 @@ def test_boundary__no_tokens(answer: Answer) -> None:
 
 
 def test_boundary__huge_numbers(answer: Answer) -> None:
-    """The answer is exact for numbers of any size."""
+    """The answer is exact for numbers of any size, and comes at once."""
+    answer.equal(answer.call("blocks_needed", 200_001, 4), 50_001)
     answer.equal(answer.call("blocks_needed", 3 * 10**17 + 1, 3), 10**17 + 1)
     answer.equal(answer.call("blocks_needed", 3 * 10**17, 3), 10**17)
+    answer.equal(answer.call("blocks_needed", 10**40 + 1, 10**30), 10**10 + 1)
+    answer.equal(answer.call("blocks_needed", 10**40, 10**30), 10**10)

@@ -7,10 +7,13 @@ from nanovllm.workbook.grading import Answer
 
 
 def make(answer: Answer, table: tuple[int, ...], block_size: int) -> Any:
-    """A sequence that fills its table, on the answer's code."""
+    """A sequence that fills its table, on the answer's code: a prompt of one token, the others generated and, save the
+    last one, computed."""
     answer.story.clear()
-    seq = answer.parts.resolve(Sequence)(list(range(100, 100 + len(table) * block_size)), block_size=block_size)
-    seq.block_table = table
+    seq = answer.parts.resolve(Sequence)([100], block_size=block_size)
+    for token in range(101, 100 + len(table) * block_size):
+        seq.append_token(token)
+    seq.block_table, seq.num_computed_tokens = table, seq.num_tokens - 1
     answer.note(f"seq: block_table {table}, blocks of {block_size}")
     return answer.watch(seq, "seq")
 
@@ -55,6 +58,25 @@ def test_oracle__two_sequences_of_different_block_sizes(answer: Answer) -> None:
     answer.equal(one.slot_mapping(1, 3), [11, 0])
     answer.equal(two.slot_mapping(4, 7), [19, 30, 31])
     answer.equal(one.slot_mapping(0, 4), [10, 11, 0, 1])
+
+
+def test_oracle__a_table_that_changes(answer: Answer) -> None:
+    """What counts is the block table as it is now: it grows, and after a preemption it is another one."""
+    seq = make(answer, (5, 1), 2)
+    answer.equal(seq.slot_mapping(0, 4), [10, 11, 2, 3])
+    for table in ((5, 1, 7), (0, 4, 2), (4, 0, 2), (9,)):
+        seq.block_table = table
+        answer.note(f"then seq.block_table = {table}")
+        answer.equal(seq.slot_mapping(0, 2), slowly(table, 2, 0, 2))
+        answer.equal(seq.slot_mapping(0, 2 * len(table)), slowly(table, 2, 0, 2 * len(table)))
+
+
+def test_boundary__the_list_is_the_callers(answer: Answer) -> None:
+    """Whoever gets the list may change it: the next call gives a new one."""
+    seq = make(answer, (5, 1), 2)
+    seq.slot_mapping(0, 3).append(-1)
+    answer.note("(the caller appends -1 to that list)")
+    answer.equal(seq.slot_mapping(0, 3), [10, 11, 2])
 
 
 def test_boundary__chunk_starts_inside_a_block(answer: Answer) -> None:

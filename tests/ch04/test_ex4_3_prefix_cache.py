@@ -1,5 +1,10 @@
 """Grader of exercise 4.3: hashes with parents, full blocks only, and a longest run that leaves a token."""
 
+import inspect
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,7 +44,8 @@ def test_contract__looking_changes_nothing(answer: Answer) -> None:
     answer.require(isinstance(found, list), f"a {type(found).__name__}", "a list")
     answer.equal(([block.ref_count for block in pool.blocks], list(pool.free_block_ids)), before)
     answer.equal(pool.match_prefix(seq), found, "Asked again, it answers the same.")
-    answer.equal(seq.block_table, ())
+    state = seq.block_table, seq.num_hashed_blocks, seq.num_computed_tokens, seq.num_cached_tokens
+    answer.equal(state, ((), 0, 0, 0), "Looking gives the sequence nothing.")
 
 
 def test_example__one_block_in_common(answer: Answer) -> None:
@@ -56,7 +62,30 @@ def test_example__one_block_in_common(answer: Answer) -> None:
 def test_oracle__random_pools(answer: Answer) -> None:
     """What is found is what a search through all whole prefixes finds."""
     for _ in range(60):
-        random_workload(answer)
+        random_workload(answer, heard=("cache",))
+
+
+def test_oracle__many_contents(answer: Answer) -> None:
+    """Thousands of contents have hashes of their own: where two agree, the wrong keys may be read."""
+    answer.note("hash_block(parent, tokens) of 3,000 different contents")
+    seen: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for number in range(3000):
+        parent = answer.rng.choice([0, 1, answer.rng.randrange(2**60)])
+        tokens = (number % 50, answer.rng.randrange(4), number // 50, answer.rng.randrange(50_000))
+        other = seen.setdefault(answer.hash_block(parent, tokens), (parent, tokens))
+        same = f"the same hash for {other} and {(parent, tokens)}"
+        answer.require(other == (parent, tokens), same, "a hash of its own for each")
+
+
+def test_oracle__every_token_counts(answer: Answer) -> None:
+    """Blocks of 256 tokens that differ in one of them, wherever that stands, are different content."""
+    tokens = list(range(1000, 1256))
+    answer.note("hash_block(0, [1000, 1001, ... 1255]), and with one of the tokens exchanged")
+    whole_hash = answer.hash_block(0, tokens)
+    for place in range(256):
+        other = [*tokens[:place], 7, *tokens[place + 1 :]]
+        differs = answer.hash_block(0, other) != whole_hash
+        answer.require(differs, f"the same hash with another token {place}", "another hash")
 
 
 def test_oracle__no_two_contents_alike(answer: Answer) -> None:
@@ -142,6 +171,42 @@ def test_boundary__collision(answer: Answer) -> None:
     answer.equal(pool.match_prefix(make_sequence(answer, "C", [1, 2, 3, 4, 6], 4)), [a.block_table[0]])
 
 
+def test_boundary__collision_further_on(answer: Answer) -> None:
+    """Every block of the run is confirmed by all of its tokens, the first one, the last one and those between."""
+    for value in (7, 0):
+        replaced: Mapping[str, Any] = {"BlockManager.hash_block": collide(value)}
+        answer.story.clear()
+        answer.note(f"(with a hash_block that returns {value} for blocks that begin with 5, and a sum for others)")
+        pool = answer.build(BlockManager, 12, 2, label="pool", replaced=replaced)
+        a = admit(answer, pool, "A", [1, 2, 5, 6, 3, 4, 9], announce=7)
+        for tokens, hits in (
+            ([1, 2, 5, 8, 3, 4, 9], 1),
+            ([1, 2, 5, 6, 3, 4, 9], 3),
+            ([5, 7, 5, 6, 9], 0),
+            ([1, 2, 5, 7, 9], 1),
+        ):
+            b = make_sequence(answer, "B", tokens, 2)
+            answer.equal(pool.match_prefix(b), list(a.block_table[:hits]))
+
+
+def collide(value: int) -> Callable[[int, Any], int]:
+    """A hash with collisions between contents that begin with 5."""
+    return lambda parent_hash, token_ids: value if token_ids[0] == 5 else 100 + sum(token_ids)
+
+
+def test_boundary__generated_tokens_count(answer: Answer) -> None:
+    """The beginning of a sequence is that of all its tokens: one that was preempted finds what it generated, too."""
+    pool = setup(answer)
+    a = admit(answer, pool, "A", list(range(1, 14)), announce=13)
+    b = make_sequence(answer, "B", [1, 2, 3], 4)
+    answer.note("then B generates 4 to 12, and then 13")
+    for token in range(4, 13):
+        b.raw.append_token(token)
+    answer.equal(pool.match_prefix(b), list(a.block_table[:2]))
+    b.raw.append_token(13)
+    answer.equal(pool.match_prefix(b), list(a.block_table[:3]))
+
+
 def test_boundary__same_content_twice(answer: Answer) -> None:
     """Where the content can be found already, the block that is found stays the one to find."""
     pool = setup(answer)
@@ -159,7 +224,8 @@ def test_boundary__same_content_twice(answer: Answer) -> None:
 def test_boundary__switched_off(answer: Answer) -> None:
     """Without prefix caching nothing is announced and nothing is found."""
     pool = setup(answer, enable_prefix_caching=False)
-    admit(answer, pool, "A", [1, 2, 3, 4, 5], announce=5)
+    a = admit(answer, pool, "A", [1, 2, 3, 4, 5], announce=5)
+    answer.equal(a.num_hashed_blocks, 0, "Switched off, cache_full_blocks does nothing.")
     answer.equal(len(pool.hash_to_block_id), 0)
     answer.equal([block.hash for block in pool.blocks], [None] * 8)
     answer.equal(pool.match_prefix(make_sequence(answer, "B", [1, 2, 3, 4, 5], 4)), [])
@@ -189,3 +255,25 @@ def test_invariant__blocks_and_table_agree(answer: Answer) -> None:
                 if block.hash is not None:
                     own = tuple(tokens[3 * index : 3 * index + 3])
                     answer.equal(block.token_ids, own, "A block holds its own tokens.")
+
+
+def test_boundary__another_process(answer: Answer) -> None:
+    """A hash depends on nothing but its arguments: in another process it is the same (Python's hash of text is not)."""
+    cases: list[tuple[int, list[int]]] = [(12345, [9, 8, 7]), (0, [5, 6]), (0, [])]
+    here = [answer.hash_block(*case) for case in reversed(cases)][::-1]
+    where = answer.parts.replacements.get("BlockManager.hash_block")
+    if not isinstance(where, str):  # the shipped engine's
+        where = f"{inspect.getsourcefile(BlockManager)}::BlockManager.hash_block"
+    script = (
+        "import json, sys; from nanovllm.engine.parts import load_object; hash_block = load_object(sys.argv[1]); "
+        "print(); print(json.dumps([hash_block(*case) for case in json.loads(sys.argv[2])]))"
+    )
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", script, where, json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    answer.note("hash_block(12345, [9, 8, 7]), here and in a new process")
+    said = done.stderr.strip().splitlines()[-1:] or ["nothing"]
+    answer.require(done.returncode == 0, f"in a new process: {said[0]}", "no error")
+    there = json.loads(done.stdout.splitlines()[-1])
+    answer.require(there == here, f"{here[0]} here, {there[0]} there", "the same")

@@ -49,7 +49,7 @@ def test_example__second_prompt_shares_the_first_block(answer: Answer) -> None:
 def test_oracle__random_pools(answer: Answer) -> None:
     """The same answers, tables and queue as a pool that keeps plain lists."""
     for _ in range(80):
-        random_workload(answer)
+        random_workload(answer, heard=("reuse", "allocate"))
 
 
 def test_boundary__exact_fit(answer: Answer) -> None:
@@ -81,6 +81,49 @@ def test_boundary__free_hit_counts_as_a_free_block(answer: Answer) -> None:
     pool.free(a)
     answer.equal(pool.can_allocate(make_sequence(answer, "B", [1, 2, 3, 4, *range(10, 22)], 4)), True)
     answer.equal(pool.can_allocate(make_sequence(answer, "C", [1, 2, 3, 4, *range(10, 23)], 4)), False)
+
+
+def test_boundary__asking_leaves_the_queue_alone(answer: Answer) -> None:
+    """can_allocate only looks, whether it says yes or no: free hits keep their places in the queue."""
+    pool = setup(answer, num_blocks=6)
+    first = admit(answer, pool, "A", [1, 2, 3, 4, 5, 6, 7, 8])
+    second = admit(answer, pool, "B", [9, 9, 9, 9], 1)
+    pool.free(first)
+    pool.free(second)
+    before = list(pool.free_block_ids), [block.ref_count for block in pool.blocks], pool.num_query_tokens
+    for tokens, fits in (([1, 2, 3, 4, 5, 6, 7, 8, 0], True), ([1, 2, 3, 4, 5, 6, 7, 8, *range(30, 50)], False)):
+        seq = make_sequence(answer, "C", tokens, 4, 2)
+        answer.equal(pool.can_allocate(seq), fits)
+        after = list(pool.free_block_ids), [block.ref_count for block in pool.blocks], pool.num_query_tokens
+        answer.equal(after, before, "can_allocate changes nothing in the pool.")
+        state = seq.block_table, seq.num_hashed_blocks, seq.num_computed_tokens
+        answer.equal(state, ((), 0, 0), "can_allocate changes nothing in the sequence.")
+
+
+def test_boundary__generated_tokens_count(answer: Answer) -> None:
+    """A sequence that was preempted needs room for all of its tokens again, the generated ones too."""
+    for num_blocks, fits in ((3, True), (2, False)):
+        answer.story.clear()
+        pool = setup(answer, num_blocks=num_blocks)
+        seq = make_sequence(answer, "A", [1, 2, 3], 4)
+        answer.note("then A generates 4 to 9, so it has 9 tokens")
+        for token in range(4, 10):
+            seq.raw.append_token(token)
+        answer.equal(pool.can_allocate(seq), fits)
+        if fits:
+            answer.equal(pool.allocate(seq), 0)
+            answer.equal(seq.block_table, (0, 1, 2))
+
+
+def test_boundary__what_was_there_before(answer: Answer) -> None:
+    """Progress is set, not added to: it starts at what the hits hold."""
+    pool = setup(answer)
+    admit(answer, pool, "A", [1, 2, 3, 4, 5])
+    seq = make_sequence(answer, "B", [1, 2, 3, 4, 6], 4, 1)
+    seq.num_computed_tokens = seq.num_hashed_blocks = 1
+    answer.note("B.num_computed_tokens = B.num_hashed_blocks = 1, left from before")
+    answer.equal(pool.allocate(seq), 4)
+    answer.equal((seq.num_hashed_blocks, seq.num_computed_tokens), (1, 4))
 
 
 def test_boundary__hits_are_not_given_away(answer: Answer) -> None:

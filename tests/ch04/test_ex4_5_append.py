@@ -54,7 +54,7 @@ def test_oracle__token_by_token(answer: Answer) -> None:
 def test_oracle__random_pools(answer: Answer) -> None:
     """The same answers, tables and queue as a pool that keeps plain lists."""
     for _ in range(60):
-        random_workload(answer)
+        random_workload(answer, heard=("allocate",))
 
 
 def test_boundary__block_edge(answer: Answer) -> None:

@@ -1,5 +1,6 @@
 """Grader of exercise 4.6: who holds a block, and when it is free."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
@@ -80,6 +81,16 @@ def test_boundary__place_in_the_queue(answer: Answer) -> None:
     answer.equal(list(pool.free_block_ids), [2, 3, 4, 5, 0], "Block 0 is full and findable.")
     pool.release(a.block_table[1], 0)
     answer.equal(list(pool.free_block_ids), [1, 2, 3, 4, 5, 0], "Block 1 is partial, so nobody can find it.")
+
+
+def test_boundary__a_hash_of_zero(answer: Answer) -> None:
+    """Findable is what has a hash that is not None; 0 is a hash like any other."""
+    answer.note("(with a hash_block that always returns 0)")
+    zero: Mapping[str, Any] = {"BlockManager.hash_block": lambda parent_hash, token_ids: 0}
+    pool = answer.build(BlockManager, 4, 4, label="pool", replaced=zero)
+    a = admit(answer, pool, "A", [1, 2, 3, 4, 5])
+    pool.free(a)
+    answer.equal(list(pool.free_block_ids), [1, 2, 3, 0], "Block 0 has the hash 0, block 1 has none.")
 
 
 def test_boundary__content_survives(answer: Answer) -> None:

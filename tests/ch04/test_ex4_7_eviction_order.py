@@ -1,5 +1,6 @@
 """Grader of exercise 4.7: in which order blocks are given away, and that their content goes with them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
@@ -22,11 +23,13 @@ def test_contract__what_is_left_behind(answer: Answer) -> None:
     """A freed sequence holds nothing and keeps its tokens; a taken block has one holder and is not in the queue."""
     pool = setup(answer)
     a = admit(answer, pool, "A", [1, 2, 3, 4, 5])
+    a.append_token(6)
     a.num_computed_tokens = 5
     answer.note("A.num_computed_tokens = 5")
     answer.equal(pool.free(a), None, "free returns nothing.")
     answer.equal((a.block_table, a.num_hashed_blocks, a.num_computed_tokens), ((), 0, 0))
-    answer.equal(a.token_ids, [1, 2, 3, 4, 5])
+    answer.require(type(a.block_table) is tuple, f"a {type(a.block_table).__name__}", "an empty tuple as block_table")
+    answer.equal(a.token_ids, [1, 2, 3, 4, 5, 6], "The tokens stay as they are.")
     front = next(iter(pool.free_block_ids))
     answer.equal(pool.take_free_block(3), front)
     answer.equal((pool.blocks[front].ref_count, front in pool.free_block_ids), (1, False))
@@ -44,7 +47,7 @@ def test_example__tail_first(answer: Answer) -> None:
 def test_oracle__random_pools(answer: Answer) -> None:
     """The same queue and the same findable blocks as a pool that keeps plain lists."""
     for _ in range(80):
-        random_workload(answer)
+        random_workload(answer, heard=("allocate", "release"))
 
 
 def test_oracle__least_recently_freed_first(answer: Answer) -> None:
@@ -78,6 +81,18 @@ def test_boundary__evicted_content_is_not_found(answer: Answer) -> None:
     answer.equal((pool.blocks[0].hash, pool.blocks[0].token_ids), (None, ()))
     answer.equal(len(pool.hash_to_block_id), 0)
     answer.equal(pool.match_prefix(make_sequence(answer, "B", [1, 2, 3, 4, 5], 4, 2)), [])
+
+
+def test_boundary__a_hash_of_zero(answer: Answer) -> None:
+    """Not findable is a hash of None; 0 is a hash like any other."""
+    answer.note("(with a hash_block that always returns 0)")
+    zero: Mapping[str, Any] = {"BlockManager.hash_block": lambda parent_hash, token_ids: 0}
+    pool = answer.build(BlockManager, 1, 4, label="pool", replaced=zero)
+    a = admit(answer, pool, "A", [1, 2, 3, 4])
+    pool.free(a)
+    answer.equal(list(pool.hash_to_block_id.items()), [(0, 0)], "Freed, it is still findable.")
+    pool.take_free_block(1)
+    answer.equal((pool.blocks[0].hash, pool.blocks[0].token_ids, len(pool.hash_to_block_id)), (None, (), 0))
 
 
 def test_boundary__eviction_touches_one_block(answer: Answer) -> None:

@@ -13,7 +13,8 @@ class SlowPool:
 
     queue: free blocks, next one first. holders: names of the sequences that hold a block. content: the block's own
     tokens with everything in front of them, where it is findable. tables: name -> its blocks. told: name -> how many of
-    them the cache was told of, each once, whether or not it kept them.
+    them the cache was told of, each once, whether or not it kept them. events: what the live views hear, as (kind,
+    block, name).
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -23,6 +24,7 @@ class SlowPool:
         self.content: list[tuple[int, ...] | None] = [None] * num_blocks
         self.tables: dict[str, list[int]] = {}
         self.told: dict[str, int] = {}
+        self.events: list[tuple[str, int, str]] = []
 
     def hits(self, tokens: list[int]) -> list[int]:
         """The longest run of findable blocks that leaves a token to compute."""
@@ -51,6 +53,7 @@ class SlowPool:
             self.holders[block].append(name)
             if block in self.queue:
                 self.queue.remove(block)
+            self.events.append(("reuse", block, name))
         while len(self.tables[name]) < self.needed(tokens):
             self.take(name)
 
@@ -59,6 +62,7 @@ class SlowPool:
         self.content[block] = None
         self.holders[block].append(name)
         self.tables[name].append(block)
+        self.events.append(("allocate", block, name))
 
     def cache(self, name: str, tokens: list[int], num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable; the first with a content stays it."""
@@ -66,6 +70,7 @@ class SlowPool:
             block = self.tables[name][self.told[name]]
             if tuple(tokens[:end]) not in self.content and self.content[block] is None:
                 self.content[block] = tuple(tokens[:end])
+                self.events.append(("cache", block, name))
             self.told[name] += 1
 
     def release(self, name: str, block: int) -> None:
@@ -73,6 +78,7 @@ class SlowPool:
         if not self.holders[block]:
             place = len(self.queue) if self.content[block] is not None else 0
             self.queue.insert(place, block)
+        self.events.append(("release", block, name))
 
     def free(self, name: str) -> None:
         for block in reversed(self.tables.pop(name)):
@@ -131,16 +137,28 @@ def whole(answer: Answer, pool: Any, seqs: dict[str, Any]) -> None:
     answer.require(found is None, found or "", "a pool in which every count is right")
 
 
-def random_workload(answer: Answer, num_steps: int = 25) -> None:
+def compare_events(answer: Answer, pool: Any, slow: SlowPool, heard: tuple[str, ...], ids: dict[str, int]) -> None:
+    """Reject the answer where the live views hear something else of its last step, as far as `heard` kinds go."""
+    rule = f"The live views are told of each {' and '.join(heard)} once: its kind, the block, the sequence's seq_id."
+    got = sorted((str(event.kind), event.block_id, event.seq_id) for event in pool.journal if event.kind in heard)
+    expected = sorted((kind, block, ids[name]) for kind, block, name in slow.events if kind in heard)
+    answer.equal(got, expected, rule)
+    pool.journal.clear()
+    slow.events.clear()
+
+
+def random_workload(answer: Answer, num_steps: int = 25, heard: tuple[str, ...] = ()) -> None:
     """Admit, grow, announce and free sequences at random on the answer's pool and the slow one, comparing after each.
 
     Few token values and few prefixes, so that sequences often begin alike; sizes that do not divide each other.
+    heard: kinds of events (`BlockEventKind`) that must be reported, too.
     """
     rng = answer.rng
     block_size, num_blocks = rng.choice([1, 2, 3, 4, 5]), rng.randint(3, 12)
     answer.story.clear()
     pool = answer.build(BlockManager, num_blocks, block_size, label="pool")
-    slow, seqs, serial = SlowPool(num_blocks, block_size), dict[str, Any](), 0
+    pool.journal = []
+    slow, seqs, ids, serial = SlowPool(num_blocks, block_size), dict[str, Any](), dict[str, int](), 0
     stems = [[rng.randint(1, 3) for _ in range(3 * block_size)] for _ in range(2)]
     for _ in range(num_steps):
         act = rng.choice(["admit", "admit", "grow", "announce", "free"])
@@ -152,17 +170,17 @@ def random_workload(answer: Answer, num_steps: int = 25) -> None:
             seq = make_sequence(answer, name, tokens, block_size, serial)
             fits = slow.can_allocate(tokens)
             answer.equal(pool.can_allocate(seq), fits, "A sequence fits if blocks to take + free hits <= free blocks.")
-            if not fits:
-                continue
-            num_hits = len(slow.hits(tokens))
-            got = pool.allocate(seq)
-            answer.equal(got, num_hits * block_size, "allocate returns the number of tokens that the hits hold.")
-            slow.allocate(name, tokens)
-            seqs[name] = seq
+            if fits:
+                num_hits = len(slow.hits(tokens))
+                got = pool.allocate(seq)
+                answer.equal(got, num_hits * block_size, "allocate returns the number of tokens that the hits hold.")
+                slow.allocate(name, tokens)
+                seqs[name], ids[name] = seq, serial
         elif seqs:
             _act_on_one(answer, act, pool, slow, seqs)
         compare(answer, pool, slow, seqs)
         whole(answer, pool, seqs)
+        compare_events(answer, pool, slow, heard, ids)
 
 
 def _act_on_one(answer: Answer, act: str, pool: Any, slow: SlowPool, seqs: dict[str, Any]) -> None:
