@@ -215,8 +215,8 @@ def _check_shapes(targets: dict[str, Target], handles: dict[str, Any], folder: P
 
 
 def _equal(one: Any, name: str, handles: dict[str, Any], other: str) -> bool:
-    if one.get_slice(name).get_shape() != handles[other].get_slice(other).get_shape():
-        return False
+    if one.get_slice(name).get_dtype() not in FLOAT_DTYPES:
+        return False  # torch compares only some of the others
     return bool(torch.equal(one.get_tensor(name), handles[other].get_tensor(other)))
 
 

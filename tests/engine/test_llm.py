@@ -1,6 +1,7 @@
 """The course's contracts and the corner cases of the design, on a tiny model (see test_equals_transformers too)."""
 
 import json
+import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, Config, SamplingParams
+from nanovllm import LLM, Config, Parts, SamplingParams
 from nanovllm.engine.events import FinishReason, StepRecord
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import ConfigError, EngineBusyError, EngineDeadError, ModelNotFoundError, RequestError
@@ -89,6 +90,15 @@ def test_small_blocks_need_a_backend_that_can(tiny_model_dir: Path) -> None:
     assert Config(str(tiny_model_dir), kvcache_block_size=4, attention_backend="triton").kvcache_block_size == 4
     with pytest.raises(ConfigError, match="power of two"):
         Config(str(tiny_model_dir), kvcache_block_size=12, attention_backend="torch")
+
+
+def test_a_configuration_travels_without_the_checks_that_somebody_replaced(tiny_model_dir: Path) -> None:
+    """Ranks above 0 get the values; the class that a learner made exists in this process only."""
+    lax = Parts({"Config.check_block_size": lambda self: None}).resolve(Config)
+    config = lax(str(tiny_model_dir), kvcache_block_size=7)
+    arrived = pickle.loads(pickle.dumps(config))
+    assert type(arrived) is Config and arrived.kvcache_block_size == 7
+    assert arrived.hf_config.to_dict() == config.hf_config.to_dict()
 
 
 def test_a_missing_folder_names_the_command_that_fetches_one() -> None:

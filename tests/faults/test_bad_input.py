@@ -230,7 +230,7 @@ BAD_IDS: dict[str, Any] = {
     "empty list": [], "empty tuple": (), "empty array": np.array([], np.int64), "empty tensor": torch.tensor([]),
     "dict": {5: 6}, "set of text": {"a"}, "uint64": np.array([2**64 - 1], np.uint64), "decimal": [decimal.Decimal(5)],
     "too long": [5] * 1000, "very long": [5] * 100_000, "dates": np.array(["2024"], "datetime64[s]"),
-    "surrogate": "\ud800",
+    "surrogate": "\ud800", "long text with a surrogate": "the " * 10_000 + "\ud800",
     "empty text": "", "masked": [5, np.ma.masked], "unprintable": [5, Unprintable()], "none": None,
     "generator of text": (c for c in "abc"), "long text": "the " * 10_000,
 }  # fmt: skip

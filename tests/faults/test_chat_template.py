@@ -88,7 +88,8 @@ def test_the_helper_can_open_nothing(tmp_path: Path) -> None:
         f"before = open({str(tmp_path / 'before')!r}, 'wb', buffering=0)\n"
         "helper['give_up_rights'](512 << 20)\n"
         f"for attempt in (lambda: open('/etc/hostname'), lambda: open({str(tmp_path / 'x')!r}, 'w'), socket.socket,\n"
-        "                lambda: os.listdir('/'), lambda: os.pipe(), lambda: bytearray(1 << 30), lambda: before.write(b'x')):\n"
+        "                lambda: os.listdir('/'), lambda: os.pipe(), lambda: bytearray(1 << 30),\n"
+        "                lambda: before.write(b'x')):\n"
         "    try: attempt(); print('done')\n"
         "    except (OSError, MemoryError) as error: print('refused')\n"
     )

@@ -180,7 +180,7 @@ def test_a_hook_hears_nothing_of_what_came_before_it(llm: LLM) -> None:
 
 
 def test_a_broken_stderr_does_not_end_a_run(tiny_model_dir: Path) -> None:
-    """pythonw and some services have none; a pipe may be closed. (transformers puts one in place when it is imported.)"""
+    """pythonw and some services have none. (transformers puts one in place when it is imported.)"""
     code = (
         "import sys; sys.stderr = None\n"
         "from tests.faults.engines import *\n"
