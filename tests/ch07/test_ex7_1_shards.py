@@ -8,6 +8,8 @@ from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.parallel import TPGroup
 from nanovllm.workbook.grading import Answer
 
+IN_PLACE = "A parameter is filled in place: it is neither exchanged for another tensor nor a view of the loaded one."
+
 
 def load(answer: Answer, cls: type[Any], loaded: torch.Tensor, size: int, bias: bool = False) -> list[torch.Tensor]:
     """What every rank holds after loading the weight [out, in] (or the bias [out] of such a layer)."""
@@ -20,8 +22,11 @@ def load(answer: Answer, cls: type[Any], loaded: torch.Tensor, size: int, bias: 
         layer = answer.parts.resolve(cls)(inputs, outputs, bias=bias, tp=TPGroup(rank, size))
         param = layer.bias if bias else layer.weight
         param.data.fill_(-7.0)
+        address, kind = param.data_ptr(), (list(param.shape), param.dtype)
         result = layer.weight_loader(param, loaded)
         answer.equal(result, None, "It returns nothing.")
+        answer.equal((list(param.shape), param.dtype), kind, "Shape and number format of the parameter stay.")
+        answer.require(param.data_ptr() == address, "another tensor", "the same tensor, filled", IN_PLACE)
         parts.append(param.data.clone())
     answer.equal(loaded, before, "The loaded tensor belongs to all ranks and stays as it is.")
     return parts
@@ -92,3 +97,5 @@ def test_boundary__last_rank(answer: Answer) -> None:
 def test_boundary__another_dtype(answer: Answer) -> None:
     """A checkpoint in another number format is converted while it is copied."""
     answer.equal(load(answer, ColumnParallelLinear, numbered(4, 2).to(torch.bfloat16), 2)[1], numbered(4, 2)[2:])
+    answer.equal(load(answer, RowParallelLinear, numbered(2, 4).to(torch.bfloat16), 2)[1], numbered(2, 4)[:, 2:])
+    answer.equal(load(answer, RowParallelLinear, numbered(4).to(torch.bfloat16), 2, bias=True)[1], numbered(4))

@@ -35,9 +35,12 @@ def qkv(answer: Answer, heads: int, kv_heads: int, dim: int, size: int, rank: in
 
 def load(answer: Answer, layer: Any, param: Any, loaded: torch.Tensor, shard_id: Any) -> None:
     answer.note(f"load {shard_id!r}: {list(loaded.shape)}")
-    before = loaded.clone()
+    before, address, kind = loaded.clone(), param.data_ptr(), (list(param.shape), param.dtype)
     answer.equal(layer.weight_loader(param, loaded, shard_id), None, "It returns nothing.")
     answer.equal(loaded, before, "The loaded tensor stays as it is.")
+    answer.equal((list(param.shape), param.dtype), kind, "Shape and number format of the parameter stay.")
+    rule = "A parameter is filled in place: it is not exchanged for another tensor."
+    answer.require(param.data_ptr() == address, "another tensor", "the same tensor, filled", rule)
 
 
 def cut(loaded: torch.Tensor, size: int, rank: int) -> torch.Tensor:
@@ -129,6 +132,16 @@ def test_boundary__biases(answer: Answer) -> None:
     for shard_id, loaded in (("v", numbered(80, 2)), ("q", numbered(0, 4)), ("k", numbered(50, 2))):
         load(answer, layer, layer.bias, loaded, shard_id)
     answer.equal(layer.bias.data, torch.tensor([2.0, 3.0, 51.0, 81.0]))
+
+
+def test_boundary__another_dtype(answer: Answer) -> None:
+    """A checkpoint in another number format is converted while it is copied."""
+    layer = merged(answer, [2, 2], 2, 1)
+    load(answer, layer, layer.weight, numbered(0, 2, 3).to(torch.bfloat16), 1)
+    answer.equal(layer.weight.data[1:], numbered(0, 2, 3)[1:])
+    layer = qkv(answer, 4, 2, 1, 2, 1)
+    load(answer, layer, layer.weight, numbered(0, 2, 3).to(torch.bfloat16), "v")
+    answer.equal(layer.weight.data[3:], numbered(0, 2, 3)[1:])
 
 
 def test_boundary__one_rank_holds_everything(answer: Answer) -> None:

@@ -24,6 +24,7 @@ def run(
     def work(tp: TPGroup) -> Any:
         columns = slice(tp.rank * share, (tp.rank + 1) * share)
         layer = answer.parts.resolve(RowParallelLinear)(weight.shape[1], weight.shape[0], bias=bias is not None, tp=tp)
+        layer.to(weight.dtype)
         layer.weight.data.copy_(weight[:, columns])
         if bias is not None:
             layer.bias.data.copy_(bias)
@@ -88,6 +89,23 @@ def test_boundary__one_collective(answer: Answer) -> None:
         answer.equal(calls, [1, 1])
 
 
+def test_boundary__zeros_on_one_rank(answer: Answer) -> None:
+    """A rank whose part is zero calls the sum like the others."""
+    x = torch.tensor([[0.0, 0.0, 1.0, 2.0]])
+    weight, bias = random(answer, 3, 4), random(answer, 3)
+    results, _ = run(answer, weight, x, bias, 2)
+    answer.equal(results, [slowly(weight, x, bias)] * 2, tolerance=CLOSE)
+
+
+def test_boundary__other_number_formats(answer: Answer) -> None:
+    """The product has the number format of x and weight."""
+    for dtype in (torch.bfloat16, torch.float64):
+        weight, x = torch.tensor([[3.0, 4.0], [1.0, 2.0]]).to(dtype), torch.tensor([[8.0, 16.0]]).to(dtype)
+        for bias in (None, torch.tensor([2.0, 4.0]).to(dtype)):
+            results, _ = run(answer, weight, x, bias, 2)
+            answer.equal(results[1], slowly(weight, x, bias).to(dtype))
+
+
 def test_boundary__other_shapes_of_x(answer: Answer) -> None:
     """x may have any number of dimensions in front of the last, and any number of rows."""
     for shape in ((4,), (1, 4), (2, 3, 4)):
@@ -97,18 +115,18 @@ def test_boundary__other_shapes_of_x(answer: Answer) -> None:
 
 
 def test_boundary__the_layer_stays(answer: Answer) -> None:
-    """Neither weight nor bias changes, and a second call gives the same."""
+    """Neither weight nor bias changes; each call gives a tensor of its own, which later calls leave alone."""
     weight, bias = random(answer, 3, 4), random(answer, 3)
 
     def work(tp: TPGroup) -> Any:
         layer = answer.parts.resolve(RowParallelLinear)(4, 3, bias=True, tp=tp)
         layer.weight.data.copy_(weight[:, tp.rank * 2 : tp.rank * 2 + 2])
         layer.bias.data.copy_(bias)
-        first = layer(torch.ones(1, 2)).clone()
-        second = layer(torch.ones(1, 2)).clone()
-        return first, second, layer.bias.data.clone()
+        results = [layer(torch.full((1, 2), value)) for value in (1.0, 3.0, 1.0)]
+        return results, layer.bias.data.clone(), layer.weight.data.clone()
 
-    answer.note("the same layer called twice")
-    for first, second, kept in on_ranks(answer, 2, work)[0]:
-        answer.equal(second, first, tolerance=CLOSE)
-        answer.equal(kept, bias)
+    answer.note("the same layer called with ones, with threes, and with ones again")
+    for rank, (results, kept, columns) in enumerate(on_ranks(answer, 2, work)[0]):
+        answer.equal((kept, columns), (bias, weight[:, rank * 2 : rank * 2 + 2]))
+        for result, value in zip(results, (1.0, 3.0, 1.0), strict=True):
+            answer.equal(result, slowly(weight, torch.full((1, 4), value), bias), tolerance=CLOSE)

@@ -25,7 +25,7 @@ def embed(answer: Answer, table: torch.Tensor, ids: list[int], size: int) -> tup
     answer.note(f"VocabParallelEmbedding: {len(table)} tokens on {size} ranks, ids {ids}")
 
     def work(tp: TPGroup) -> Any:
-        layer = answer.parts.resolve(VocabParallelEmbedding)(*table.shape, tp=tp)
+        layer = answer.parts.resolve(VocabParallelEmbedding)(*table.shape, tp=tp).to(table.dtype)
         fill(layer.weight, table, tp)
         given = torch.tensor(ids, dtype=torch.int64)
         before, kept = given.clone(), layer.weight.data.clone()
@@ -108,6 +108,34 @@ def test_boundary__huge_rows_elsewhere(answer: Answer) -> None:
     """What a rank does not own is not multiplied by 0 but left out: infinity times 0 is NaN."""
     table = torch.tensor([[float("inf")], [1.0], [2.0], [3.0]])
     answer.equal(embed(answer, table, [1, 3], 2)[0][0], torch.tensor([[1.0], [3.0]]))
+
+
+def test_boundary__other_number_formats(answer: Answer) -> None:
+    """Embeddings have the number format of the table."""
+    for dtype in (torch.bfloat16, torch.float64):
+        table = torch.arange(12.0).reshape(6, 2).to(dtype)
+        for size in (1, 3):
+            answer.equal(embed(answer, table, [4, 1], size)[0], [table[[4, 1]]] * size)
+
+
+def test_boundary__tensors_of_their_own(answer: Answer) -> None:
+    """What comes back is no part of the layer: later calls leave it alone, and writing into it changes no weight."""
+    table, ids = random(answer, 6, 2), (torch.tensor([0, 1, 2]), torch.tensor([5, 3, 4]))
+    for size in (1, 3):
+        answer.story.clear()
+        answer.note(f"VocabParallelEmbedding: 6 tokens on {size} ranks, ids [0, 1, 2], then [5, 3, 4]")
+
+        def work(tp: TPGroup) -> Any:
+            layer = answer.parts.resolve(VocabParallelEmbedding)(*table.shape, tp=tp)
+            fill(layer.weight, table, tp)
+            before, results = layer.weight.data.clone(), [layer(given) for given in ids]
+            kept = [result.clone() for result in results]
+            results[0].fill_(99.0)
+            return kept, layer.weight.data.clone(), before
+
+        for kept, weight, before in on_ranks(answer, size, work)[0]:
+            answer.equal(kept, [table[given] for given in ids], tolerance=CLOSE)
+            answer.equal(weight, before)
 
 
 def test_boundary__one_collective_each(answer: Answer) -> None:
