@@ -1,11 +1,14 @@
 """The collectives of one engine, its ranks played by threads: sums and gathers, leaving, and joining anew."""
 
 import gc
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.layers.parallel import TPGroup
-from nanovllm.worker.tensor_parallel import LOOPBACK, Collectives, PeerLostError
+from nanovllm.worker import tensor_parallel
+from nanovllm.worker.tensor_parallel import LOOPBACK, Collectives, PeerLostError, environment
 
 
 class Ranks:
@@ -173,6 +177,26 @@ def test_a_closed_rank_0_waits_for_nobody() -> None:
     with pytest.raises(RuntimeError):
         joining.result(10)
     ranks.close()
+
+
+def test_one_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = socket.create_server((LOOPBACK, 0))
+    alone = Collectives(0, 2, listener.getsockname()[1], listener.detach())
+    monkeypatch.setattr(tensor_parallel, "PATIENCE", timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError, match="rank 0 waited for the others to be here, in vain"):
+        alone.join(0)
+    alone.close()
+
+
+def test_the_environment_is_lent_and_what_somebody_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BY_SOMEBODY", "kept")
+    monkeypatch.delenv("SET_BY_NOBODY", raising=False)
+    for error in (None, ZeroDivisionError()):
+        with suppress(ZeroDivisionError), environment(SET_BY_SOMEBODY="new", SET_BY_NOBODY="new"):
+            assert (os.environ["SET_BY_SOMEBODY"], os.environ["SET_BY_NOBODY"]) == ("kept", "new")
+            if error is not None:
+                raise error
+        assert os.environ["SET_BY_SOMEBODY"] == "kept" and "SET_BY_NOBODY" not in os.environ
 
 
 def test_a_failure_is_told_with_its_reason_where_there_is_one(ranks: Ranks) -> None:

@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM, EngineDeadError
 from nanovllm.engine import llm_engine
-from nanovllm.worker.tensor_parallel import RankGroup, RankProcess
+from nanovllm.worker import tensor_parallel
+from nanovllm.worker.tensor_parallel import GRACE, RankGroup, RankProcess
 from tests.tensor_parallel import faulty
 from tests.tensor_parallel.helpers import PROMPTS, build, cold_tokens, holdings, is_running
 from tests.tensor_parallel.helpers import faulty as part
@@ -139,13 +142,17 @@ def test_dies_while_it_builds_its_runner(tiny_model_dir: Path, name: str, words:
 
 
 def test_an_engine_that_cannot_be_built_ends_its_ranks(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed_at = []
+
     def broken(*_args: Any) -> None:
+        failed_at.append(time.perf_counter())
         raise ZeroDivisionError("planted: no tokenizer")
 
     before = holdings()["children"]
     monkeypatch.setattr(llm_engine, "load_tokenizer", broken)
     with pytest.raises(ZeroDivisionError, match="no tokenizer") as caught:
         build(tiny_model_dir)
+    assert time.perf_counter() - failed_at[0] < GRACE, "nobody told the rank to end, so nobody waits for it"
     assert holdings()["children"] == before, f"at once, and not when {caught.value} is forgotten"
 
 
@@ -171,6 +178,38 @@ def test_one_of_three_dies_and_the_caller_waits_for_the_other(tmp_path: Path) ->
     llm = build(model, 3, parts={"VocabParallelEmbedding": part("Embedding")})
     dies(lambda: cold_tokens(llm, [[*faulty.SIGNAL, faulty.KILL]]), "was killed by SIGKILL")
     closed(llm)
+
+
+def test_a_rank_that_does_not_end_is_ended(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "GRACE", 0.5)
+    llm = build(tiny_model_dir)
+    os.kill(llm.ps[0].pid, signal.SIGSTOP)
+    llm.exit()
+    assert not is_running(llm.ps[0].pid)
+
+
+def test_ranks_that_cannot_be_connected_any_more(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(generation: int) -> None:
+        raise RuntimeError("planted: no route to host")
+
+    llm = build(tiny_model_dir)
+    monkeypatch.setattr(llm.ranks.collectives, "join", broken)
+    llm.ranks._regroup()  # as after a failed step
+    with pytest.raises(EngineDeadError, match="cannot be connected: planted: no route to host"):
+        cold_tokens(llm)
+    llm.ranks._die(EngineDeadError("a consequence"))
+    with pytest.raises(EngineDeadError, match="cannot be connected"):
+        llm.ranks.check()
+    closed(llm)
+
+
+def test_last_words_are_the_last_ones_and_need_not_be_text() -> None:
+    with TemporaryFile() as stderr:
+        stderr.write(b"first words" + b"\xff" * tensor_parallel.LAST_WORDS + b"goodbye")
+        process = SimpleNamespace(join=lambda timeout: None, exitcode=-9, pid=5)
+        text = RankProcess(1, process, None, stderr, "ready").obituary()  # type: ignore[arg-type]
+    assert text.startswith("rank 1 (process 5) was killed by SIGKILL while ready. Its last words:\n")
+    assert text.endswith("goodbye") and "first words" not in text
 
 
 def test_an_engine_that_is_forgotten_ends_its_ranks(tiny_model_dir: Path) -> None:

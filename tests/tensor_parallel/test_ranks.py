@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from nanovllm import LLM, ConfigError, SamplingParams
 from nanovllm.engine.parts import Parts
 from nanovllm.errors import EngineDeadError, RankError
 from nanovllm.layers.sampler import Sampler
-from nanovllm.worker.tensor_parallel import GRACE
+from nanovllm.worker.tensor_parallel import GRACE, share_of_cores
 from tests.tensor_parallel import faulty
 from tests.tensor_parallel.helpers import build, cold_tokens, holdings, is_running
 from tests.tensor_parallel.helpers import faulty as part
@@ -132,6 +133,80 @@ def test_an_error_that_nobody_waited_for_is_told_at_the_next_step(pair: LLM, exp
     assert cold_tokens(pair) == expected
 
 
+def test_the_caller_keeps_its_signals_and_its_threads(pair: LLM, expected: list[list[int]]) -> None:
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "masked only while a rank is started"
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)  # more than a rank's share of most machines
+    try:
+        assert cold_tokens(pair) == expected
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "size", "share"), [(8, 8, 2, 4), (8, 2, 2, 2), (2, 8, 4, 1), (None, 8, 2, 1), (64, 64, 8, 8)]
+)
+def test_ranks_share_the_cores(
+    cores: int | None, threads: int, size: int, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert share_of_cores(SimpleNamespace(size=size)) == share  # type: ignore[arg-type]
+
+
+def test_a_forked_copy_of_the_caller_does_not_end_the_ranks(
+    pair: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)  # as the copy sees itself, whose finalizers run as well
+        pair.ranks.stop()
+    assert pair.ps[0].is_alive() and cold_tokens(pair) == expected
+
+
+def test_waiting_for_a_rank_ends(pair: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(EngineDeadError, match=r"ranks \[1\] are not ready after"):
+        patch.setattr(pair.ranks._ranks[0], "stage", "starting")
+        pair.ranks.wait_ready(0.01)
+    with monkeypatch.context() as patch, pytest.raises(EngineDeadError, match="were stopped"):
+        patch.setattr(pair.ranks, "_is_stopped", True)
+        pair.ranks.check()
+    assert cold_tokens(pair) == expected
+
+
+def test_joining_can_be_left_when_a_rank_dies(
+    pair: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that is gone does not come; waiting for it cannot be interrupted, and is left to its thread."""
+    over = threading.Event()
+
+    def dead() -> None:
+        raise EngineDeadError("rank 1 died")
+
+    with monkeypatch.context() as patch, pytest.raises(EngineDeadError, match="rank 1 died"):
+        patch.setattr(pair.ranks, "collectives", SimpleNamespace(generation=-1, join=lambda generation: over.wait(20)))
+        patch.setattr(pair.ranks, "check", dead)
+        started = time.perf_counter()
+        pair.ranks._join()
+    over.set()
+    assert time.perf_counter() - started < 10
+    assert cold_tokens(pair) == expected
+
+
+def test_only_the_first_failure_of_this_step_is_told(
+    pair: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else fails is a consequence, and what an older step left behind is past."""
+    ranks = pair.ranks
+    ranks._on_report(ranks._ranks[0], "failed", ranks._generation - 1, "an older step")
+    assert cold_tokens(pair) == expected
+    ranks._on_report(ranks._ranks[0], "failed", ranks._generation, "the cause")
+    ranks._on_report(ranks._ranks[0], "failed", ranks._generation, "the consequence")
+    with pytest.raises(RankError, match="the cause"):
+        cold_tokens(pair)
+    assert cold_tokens(pair) == expected
+
+
 def test_a_message_of_ten_megabytes(pair: LLM, expected: list[list[int]]) -> None:
     with pair.ranks.running("__setattr__", ("big", np.ones(10 << 20, np.uint8))):
         pass
@@ -157,7 +232,7 @@ def test_three_ranks_size_their_pools_alike_and_leave_nothing(tmp_path: Path) ->
     with build(model, 1) as llm:
         expected = cold_tokens(llm)
     gc.collect()
-    before = holdings()
+    before, threads = holdings(), set(threading.enumerate())
     llm = build(model, 3, num_kvcache_blocks=-1, kv_cache_memory=1 << 22)
     pids = [process.pid for process in llm.ps]
     assert cold_tokens(llm) == expected
@@ -171,6 +246,7 @@ def test_three_ranks_size_their_pools_alike_and_leave_nothing(tmp_path: Path) ->
     started = time.perf_counter()
     llm.exit()
     assert time.perf_counter() - started < GRACE, "the others end of themselves, also after a failed step"
+    assert "nanovllm-ranks" not in {thread.name for thread in set(threading.enumerate()) - threads}
     llm.exit()
     assert not any(map(is_running, pids))
     with pytest.raises(EngineDeadError):
