@@ -10,17 +10,18 @@ an account of its own.
 
 import csv
 import json
+import math
 import multiprocessing
 import os
 import resource
 import signal
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -48,6 +49,8 @@ def grade(
     chain: bool = False, junit: Path | str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Grade one tree (or one folder of answers) and return a plain dict: points, and every exercise with its tests."""
+    if answers is not None and not Path(answers).is_dir():
+        raise WorkbookError(f"{answers} is not a folder; it should be one with chNN_*.py files in it")
     workbook = Workbook.find(answers=answers)
     wanted = workbook.select(*exercises)
     results = run_graders(workbook, wanted, target, chain, seed, Path(junit) if junit else None)
@@ -74,7 +77,8 @@ def student_folders(folder: Path) -> list[Path]:
 def grade_class(folder: Path, output: Path, exercises: tuple[str, ...], options: ClassOptions, resume: bool) -> int:
     """Grade a class into a CSV, row by row as results come in; returns the number of rows written in this run.
 
-    resume: rows that the CSV holds already are not graded again.
+    resume: rows that the CSV holds already are not graded again. An interrupt ends what is being graded at once; rows
+    that are finished by then are in the file.
     """
     workbook = Workbook.find()
     wanted = workbook.select(*exercises)
@@ -85,47 +89,98 @@ def grade_class(folder: Path, output: Path, exercises: tuple[str, ...], options:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     os.environ.update(pytest_environment(workbook))  # the fork server and all that it starts inherit it
-    with output.open("w", newline="", encoding="utf-8") as file, ThreadPoolExecutor(options.jobs) as pool:
+    with open_output(output) as file, ThreadPoolExecutor(options.jobs) as pool:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(done)
         file.flush()
-        for row in pool.map(lambda item: grade_one(context, workbook, item[0], item[1], options), work):
-            writer.writerow(row)
-            file.flush()
+        running: set[int] = set()
+        rows = [pool.submit(grade_one, context, workbook, *item, options, running) for item in work]
+        written = 0
+        try:
+            for row in rows:
+                writer.writerow(row.result())
+                file.flush()
+                written += 1
+        except BaseException:
+            writer.writerows(finished_rows(rows[written:]))
+            while not all(row.done() for row in rows):  # one may be about to start
+                end_all(running)
+                time.sleep(0.05)
+            raise
     return len(work)
 
 
+def open_output(output: Path) -> TextIO:
+    """The CSV, opened for writing before anything is graded. Raises WorkbookError where that cannot be."""
+    try:
+        # A folder's name may be no UTF-8: its bytes are written as they are.
+        return output.open("w", newline="", encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise WorkbookError(f"cannot write {output}: {error.strerror}; name another file with --csv") from None
+
+
+def finished_rows(rows: list[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Nothing more is begun; returns what is complete."""
+    for row in rows:
+        row.cancel()
+    return [row.result() for row in rows if row.done() and not row.cancelled() and row.exception() is None]
+
+
+def end_all(running: set[int]) -> None:
+    """End the grading processes that run, so that nobody waits for their limits."""
+    for pid in running.copy():
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
 def read_rows(output: Path) -> list[dict[str, str]]:
-    """The complete rows of an earlier run; a last line that was cut off is dropped."""
+    """The complete rows of an earlier run; a last line that was cut off is dropped.
+
+    Raises WorkbookError for a file that is no table of ours (a spreadsheet may have saved it with other separators),
+    since it would be overwritten.
+    """
     if not output.exists():
         return []
-    with output.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if set(row) == set(COLUMNS) and None not in row.values()]
+    with output.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+        table = csv.DictReader(file)
+        if table.fieldnames and tuple(name.removeprefix("\ufeff") for name in table.fieldnames) != COLUMNS:
+            raise WorkbookError(f"{output} does not have the columns {','.join(COLUMNS)}, so it cannot be resumed")
+        table.fieldnames = COLUMNS
+        return [row for row in table if set(row) == set(COLUMNS) and None not in row.values()]
 
 
 def grade_one(
-    context: ForkServerContext, workbook: Workbook, student: Path, exercise: Exercise, options: ClassOptions
-) -> dict[str, Any]:
-    """One exercise of one student in a process of its own, which is killed when its time is over."""
-    with tempfile.TemporaryDirectory(prefix="nanovllm-grade-") as folder:
+    context: ForkServerContext, workbook: Workbook, student: Path, exercise: Exercise, options: ClassOptions,
+    running: set[int],
+) -> dict[str, Any]:  # fmt: skip
+    """One exercise of one student in a process of its own, which is killed when its time is over.
+
+    running: holds the process's id as long as it runs.
+    """
+    with tempfile.TemporaryDirectory(prefix="nanovllm-grade-", ignore_cleanup_errors=True) as folder:
         json_file = Path(folder) / "results.json"
         own = Workbook(workbook.root, student.resolve(), workbook.data)
         command = pytest_command(own, [exercise], json_file, "exercises", options.chain, options.seed)
         started = time.perf_counter()
-        process = context.Process(target=run_limited, args=(command[3:], folder, options.memory_mb))
+        process = context.Process(target=run_limited, args=(command[3:], folder, options.seconds, options.memory_mb))
         process.start()
+        assert process.pid is not None, "it has been started"
+        running.add(process.pid)
         process.join(options.seconds)
         ended = process.exitcode is not None
         if not ended:
-            kill_group(process.pid)
+            kill_session(process.pid, folder)
             process.join()
         result = read_result(json_file, exercise) if ended else None
         if result is None:
             result = ExerciseResult.empty(exercise)
             said = f"stopped after {options.seconds:g} s" if not ended else f"the process ended with {process.exitcode}"
             result.tests.append(TestResult("contract__runs_to_its_end", FAILED, rule=f"The grading must end: {said}."))
-        kill_group(process.pid)  # whatever the answer started and left behind
+        kill_session(process.pid, folder)  # whatever the answer started and left behind
+        running.discard(process.pid)
     return {
         "student": student.name,
         "exercise": exercise.id,
@@ -147,16 +202,50 @@ def read_result(json_file: Path, exercise: Exercise) -> ExerciseResult | None:
     return next((result for result in found if result.exercise_id == exercise.id), None)
 
 
-def kill_group(pid: int | None) -> None:
-    """End a grading process and everything that it started. It leads a session of its own, so nothing else is hit."""
+def kill_session(pid: int, folder: str) -> None:
+    """End a grading process and everything that it started, again until nothing is left (a fork may come between).
+
+    It led a session of its own and worked in `folder`: whoever is in one of them belongs to it, also once the process
+    itself has ended. Where there is no /proc, its process group is all that can be found.
+    """
+    for _ in range(100):
+        if not (left := members(pid, folder)):
+            return
+        for process in left:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        time.sleep(0.01)
+
+
+def members(pid: int, folder: str) -> list[int]:
+    """The living processes of the session `pid`, and those whose working directory is `folder` or below it."""
     try:
-        if pid is not None and os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
+        everybody = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:
+        return group_leader(pid)
+    found = []
+    for process in everybody:
+        try:
+            state, _, _, session = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:4]
+            inside = Path(os.readlink(f"/proc/{process}/cwd")).is_relative_to(os.path.realpath(folder))
+            if state not in "ZX" and (inside or int(session) == pid):
+                found.append(process)
+        except (OSError, ValueError):  # it has just ended, or is another user's
+            continue
+    return found
+
+
+def group_leader(pid: int) -> list[int]:
+    """[-pid], which `os.kill` takes for the whole group, while the leader lives."""
+    try:
+        return [-pid] if os.getpgid(pid) == pid else []
     except (ProcessLookupError, PermissionError):
-        return
+        return []
 
 
-def run_limited(arguments: list[str], folder: str, memory_mb: int) -> None:
+def run_limited(arguments: list[str], folder: str, seconds: float, memory_mb: int) -> None:
     """The grading process: a session of its own, limits, no terminal, then pytest."""
     os.setsid()
     os.chdir(folder)
@@ -166,6 +255,8 @@ def run_limited(arguments: list[str], folder: str, memory_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit = address_space() + memory_mb * 1024 * 1024
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    # Should nobody be left who ends it (the command was killed), a loop without end ends all the same.
+    resource.setrlimit(resource.RLIMIT_CPU, (2 * math.ceil(seconds) + 10,) * 2)
     os._exit(int(pytest.main(arguments)))
 
 

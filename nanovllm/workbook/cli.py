@@ -87,6 +87,13 @@ def update_command(argv: list[str]) -> int:
     return 0
 
 
+def positive(text: str) -> int:
+    """An option's whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def grade_command(argv: list[str]) -> int:
     """For teachers. One tree: points as text or JSON, JUnit beside it. A class: one folder a student, a CSV out.
 
@@ -100,16 +107,28 @@ def grade_command(argv: list[str]) -> int:
     parser.add_argument("--chain", action="store_true", help="exercises build on the student's own earlier answers")
     parser.add_argument("--seed", type=int, default=0, help="of the random cases")
     parser.add_argument("--class", dest="students", metavar="DIR", help="class mode: one folder per student in DIR")
-    parser.add_argument("--csv", metavar="FILE", default="grades.csv", help="class mode: where the rows go")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="class mode: at a time")
+    parser.add_argument("--csv", metavar="FILE", help="class mode: where the rows go (default: grades.csv)")
+    parser.add_argument("--jobs", type=positive, metavar="N", default=max(1, (os.cpu_count() or 2) // 2),
+                        help="class mode: at a time (default: half the processors)")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="class mode: keep the rows that the CSV holds already")
-    parser.add_argument("--seconds", type=float, default=60.0, help="class mode: limit per student and exercise")
-    parser.add_argument("--memory-mb", type=int, default=4096, help="class mode: limit per student and exercise")
+    parser.add_argument("--seconds", type=positive, metavar="N", default=60,
+                        help="class mode: limit per student and exercise (default: 60)")  # fmt: skip
+    parser.add_argument("--memory-mb", type=positive, metavar="N", default=4096,
+                        help="class mode: the same, beyond what the libraries take (default: 4096)")  # fmt: skip
     args = parser.parse_args(argv)
+    if args.students and (args.json or args.junit or args.answers):
+        parser.error("--json, --junit and --answers are for one tree; a class (--class) gives a CSV")
+    if not args.students and (args.csv or args.resume):
+        parser.error("--csv and --resume are for a class: name its folder with --class")
     if args.students:
-        options = ClassOptions(args.chain, args.seed, max(1, args.jobs), args.seconds, args.memory_mb)
-        count = grade_class(Path(args.students), Path(args.csv), tuple(args.exercises), options, args.resume)
-        print(f"{count} rows graded into {args.csv}")
+        options = ClassOptions(args.chain, args.seed, args.jobs, args.seconds, args.memory_mb)
+        output = Path(args.csv or "grades.csv")
+        try:
+            count = grade_class(Path(args.students), output, tuple(args.exercises), options, args.resume)
+        except KeyboardInterrupt:
+            print(f"What is finished is in {output}; the same command with --resume goes on.", file=sys.stderr)
+            raise
+        print(f"{count} rows graded into {output}")
         return 0
     result = grade(*args.exercises, answers=args.answers, seed=args.seed, chain=args.chain, junit=args.junit)
     table = result.pop("table")

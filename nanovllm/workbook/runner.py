@@ -72,7 +72,8 @@ def judge(error: BaseException | None, answer: Answer | None, exercise: Exercise
         story = answer.story if answer else [f"loading {exercise.file}"]
         got = str(error) if isinstance(error, TimeUp) else describe_error(error, workbook)
         expected = "an answer" if isinstance(error, TimeUp) else "no error"
-        error = Rejected(story, got, expected, (answer.rule if answer else "") or rule)
+        broken = (answer.rule or rule) if answer else f"The file must load: {got}"
+        error = Rejected(story, got, expected, broken)
     head = f"exercise {exercise.id} {exercise.title}: {name.replace('__', ': ').replace('_', ' ')}"
     lines = [clip(head, 110), *error.lines(), f'next      hint("{exercise.id}") or: nanovllm hint {exercise.id}']
     return TestResult(name, FAILED, seconds, "\n".join(lines), error.rule)

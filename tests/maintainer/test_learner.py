@@ -4,8 +4,10 @@ import csv
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +129,9 @@ def test_damaged_files(workbook: Workbook, text: str | None, state: str, said: s
     result = check("4.1")
     assert result.results[0].state == state
     assert said in result.text
+    if said.startswith(("SyntaxError", "no_such")):  # the rule is what a class's CSV tells
+        rule = result.results[0].first_failure.rule
+        assert rule.startswith("The file must load: ") and said in rule
     assert "wherever" not in reset("4.1").text
     assert 'raise ExerciseTodo("4.1")' in path.read_text()
 
@@ -371,3 +376,110 @@ def test_class_mode(workbook: Workbook) -> None:
     out.write_text("\n".join(out.read_text().splitlines()[:4]) + "\nbob,4.2,to")
     assert main([*arguments, "--resume"]) == 0
     assert [row["student"] for row in csv.DictReader(out.open())] == [row["student"] for row in rows]
+
+
+def write_students(workbook: Workbook, **answers: str) -> Path:
+    """A class with one file a student, for chapter 4; returns its folder."""
+    students = workbook.root / "class"
+    for name, text in answers.items():
+        (students / name).mkdir(parents=True)
+        (students / name / workbook.exercise("4.1").file).write_text(text, encoding="utf-8")
+    return students
+
+
+def living(*words: str) -> list[str]:
+    """The ids of processes with this command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [path.parent.name] if path.read_text().split("\0")[:-1] == list(words) else []
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked for in /proc")
+def test_what_an_answer_starts_ends_with_its_grading(workbook: Workbook) -> None:
+    """Processes in the background, also those of a session of their own, and forks that go on by themselves."""
+    right = (workbook.solutions / workbook.exercise("4.1").file).read_text(encoding="utf-8")
+    seconds = f"{os.getpid()}.5"
+    starts = (
+        "import os, subprocess, time\n"
+        f"subprocess.Popen(['sleep', '{seconds}'])\nsubprocess.Popen(['sleep', '{seconds}'], start_new_session=True)\n"
+        f"if os.fork() == 0:\n    os.execvp('sleep', ['sleep', '{seconds}'])\n"
+    )
+    head, marker, rest = right.partition("def blocks_needed")
+    students = write_students(workbook, ann=head + starts + "\n\n" + marker + rest)
+    out = workbook.root / "grades.csv"
+    assert main(["grade", "4.1", "--class", str(students), "--csv", str(out)]) == 0
+    assert [row["state"] for row in csv.DictReader(out.open())] == [PASSED]
+    assert not living("sleep", seconds)
+
+
+def test_an_interrupt_of_class_mode_ends_at_once_and_keeps_what_is_finished(workbook: Workbook) -> None:
+    loop = (
+        "def blocks_needed(a, b):\n    while True:\n        try:\n            int('x')\n"
+        "        except BaseException:\n            pass\n"
+    )
+    right = (workbook.solutions / workbook.exercise("4.1").file).read_text(encoding="utf-8")
+    students = write_students(workbook, ann=right, bob=loop, eve=right, zoe=loop)
+    out = workbook.root / "grades.csv"
+    arguments = ["grade", "4.1", "--class", str(students), "--csv", str(out), "--jobs", "2"]
+    command = [sys.executable, "-m", "nanovllm", *arguments]
+    environment = {**os.environ, **pytest_environment(workbook), "NANOVLLM_WORKBOOK": str(workbook.root)}
+    process = subprocess.Popen([*command, "--seconds", "200"], env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 100
+        while not (out.exists() and "ann" in out.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(4)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "interrupted" in said and "--resume" in said and "Traceback" not in said
+    rows = [(row["student"], row["state"]) for row in csv.DictReader(out.open())]
+    assert rows[0] == ("ann", PASSED) and ("bob", FAILED) not in rows and ("zoe", FAILED) not in rows
+    assert main([*arguments, "--seconds", "6", "--resume"]) == 0
+    found = sorted((row["student"], row["state"]) for row in csv.DictReader(out.open()))
+    assert found == [("ann", PASSED), ("bob", FAILED), ("eve", PASSED), ("zoe", FAILED)]
+
+
+def test_names_of_students_may_hold_anything(workbook: Workbook) -> None:
+    right = (workbook.solutions / workbook.exercise("4.1").file).read_text(encoding="utf-8")
+    students = write_students(workbook, **{"José Müller, 漢字": right})
+    latin = os.fsencode(students) + b"/Jos\xe9"
+    os.mkdir(latin)
+    out = workbook.root / "grades.csv"
+    arguments = ["grade", "4.1", "--class", str(students), "--csv", str(out)]
+    assert main(arguments) == 0 and main([*arguments, "--resume"]) == 0
+    rows = list(csv.DictReader(out.open(encoding="utf-8", errors="surrogateescape", newline="")))
+    assert [(row["student"], row["state"]) for row in rows] == [
+        ("José Müller, 漢字", PASSED), (os.fsdecode(b"Jos\xe9"), TODO)
+    ]  # fmt: skip
+
+
+def test_a_teachers_mistakes_are_told_before_anything_is_graded(workbook: Workbook) -> None:
+    students = write_students(workbook, ann="")
+    out = workbook.root / "grades.csv"
+    out.write_text("student;exercise;state\nann;4.1;passed\n")
+    with pytest.raises(WorkbookError, match="cannot be resumed"):
+        main(["grade", "4.1", "--class", str(students), "--csv", str(out), "--resume"])
+    assert out.read_text().startswith("student;"), "it is not overwritten"
+    for wrong in (workbook.root / "none" / "grades.csv", workbook.root):
+        with pytest.raises(WorkbookError, match="cannot write"):
+            main(["grade", "4.1", "--class", str(students), "--csv", str(wrong)])
+    with pytest.raises(WorkbookError, match="is not a folder"):
+        main(["grade", "4.1", "--answers", str(workbook.root / "none")])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--resume"], ["--csv", "x.csv"], ["--class", "c", "--json"], ["--class", "c", "--junit", "j"],
+     ["--class", "c", "--answers", "a"], ["--class", "c", "--jobs", "0"], ["--class", "c", "--seconds", "0"],
+     ["--class", "c", "--memory-mb", "-1"]],
+)  # fmt: skip
+def test_options_of_grade_that_do_not_go_together(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["grade", *options])
+    assert stopped.value.code == 2 and "error:" in capsys.readouterr().err
