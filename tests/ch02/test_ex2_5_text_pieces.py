@@ -140,15 +140,20 @@ def test_oracle__any_text_in_any_steps(answer: Answer) -> None:
         tokens = list(text.encode())
         for _ in range(rng.randint(0, 2)):
             tokens.insert(0 if rng.random() < 0.5 else len(tokens), SPECIAL)
+        if rng.random() < 0.3:  # cut off anywhere, within a character as well
+            tokens = tokens[: rng.randint(1, len(tokens))]
+            text = Bytes().decode(tokens, skip_special_tokens=True)
+        last_pushed = rng.choice([len(tokens), rng.randint(0, len(tokens))])  # the rest comes with the last call
         tokenizer = Bytes()
         pieces = start(answer, tokenizer)
         end, handed_out = 0, ""
-        while end < len(tokens):
-            end = min(len(tokens), end + rng.choice([1, 1, 1, 2, 5]))
+        while end < last_pushed:
+            end = min(last_pushed, end + rng.choice([1, 1, 1, 2, 5]))
             handed_out += push(answer, pieces, tokens[:end])
             answer.equal(handed_out, whole_characters(tokens[:end], handed_out), "What is whole, and nothing else.")
         handed_out += push(answer, pieces, tokens, True)
         answer.equal(handed_out, text)
+        answer.equal(push(answer, pieces, tokens, True), "", "After the last call there is nothing to add.")
 
 
 def whole_characters(tokens: list[int], handed_out: str) -> str:
