@@ -54,7 +54,7 @@ class BlockManager(ReprHTML):
         # Taken from the front. An ordered dict, because a prefix hit takes a free block out of the middle in O(1).
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
-        self.num_query_tokens = 0  # prompt tokens looked up in the prefix cache so far ...
+        self.num_query_tokens = 0  # tokens looked up in the prefix cache so far, at each admission ...
         self.num_hit_tokens = 0  # ... and how many of them were found
         self.journal: list[BlockEvent] | None = None  # filled only while somebody watches
 
@@ -80,8 +80,8 @@ class BlockManager(ReprHTML):
     def hash_block(parent_hash: int, token_ids: SequenceOf[int]) -> int:
         """Hash of a full block that stands behind the block with `parent_hash` (`NO_PARENT`: at the beginning).
 
-        The parent is in it because a key depends on everything before it: (1, 2) behind (5, 6) and (1, 2) behind
-        (7, 8) are different content.
+        The parent is in it because the key and value of a token depend on all tokens before it: (1, 2) behind (5, 6)
+        and (1, 2) behind (7, 8) are different content.
         """
         return hash((parent_hash, tuple(token_ids)))
 
@@ -94,7 +94,7 @@ class BlockManager(ReprHTML):
         return hashes[index]
 
     def match_prefix(self, seq: Sequence) -> list[int]:
-        """Blocks in the cache that hold the beginning of the sequence, longest run from the start.
+        """Ids of the findable blocks that hold the beginning of the sequence: as many in a row as there are.
 
         At least one token is left to compute, because a step needs a query to give a next token: of 8 tokens in
         blocks of 4 only the first block may be taken from the cache. A hit is confirmed by comparing the tokens.
@@ -109,7 +109,11 @@ class BlockManager(ReprHTML):
         return found
 
     def can_allocate(self, seq: Sequence) -> bool:
-        """Whether all tokens of a waiting sequence find room now, prefix hits counted once."""
+        """Whether all tokens of a waiting sequence find room now.
+
+        A hit that somebody holds costs nothing; one that nobody holds is itself among the free blocks. Of a sequence
+        of 6 blocks the first 2 are hits: it needs 4 free blocks, or 6 if nobody holds those two.
+        """
         hits = self.match_prefix(seq)
         needed = self.blocks_needed(seq.num_tokens, self.block_size) - len(hits)
         free_hits = sum(block_id in self.free_block_ids for block_id in hits)  # these leave the free queue as well
@@ -118,7 +122,7 @@ class BlockManager(ReprHTML):
     def allocate(self, seq: Sequence) -> int:
         """Give a waiting sequence its blocks: cached ones first, then free ones. Returns the number of cached tokens.
 
-        Needs `can_allocate`. The tokens it returns are computed already: the sequence starts behind them.
+        Needs `can_allocate`. The cached tokens are computed already: the sequence starts behind them.
         """
         assert not seq.block_table, f"sequence {seq.seq_id} already has blocks"
         hits = self.match_prefix(seq)
@@ -138,7 +142,7 @@ class BlockManager(ReprHTML):
         return len(seq.block_table) * self.block_size >= len(seq.token_ids) or bool(self.free_block_ids)
 
     def append(self, seq: Sequence) -> None:
-        """Provide the slot of the last token: a new block exactly when the token opens one (at 5 tokens of 4)."""
+        """Provide the slot of the last token: a new block exactly when the token opens one (blocks of 4: the 5th)."""
         if len(seq.block_table) * self.block_size < len(seq.token_ids):
             seq.block_table += (self.take_free_block(seq.seq_id),)
 
@@ -147,7 +151,7 @@ class BlockManager(ReprHTML):
 
         Called when those tokens are *scheduled*: every layer stores the keys of all rows before any row attends, so a
         request admitted later in the same step may already share them. Should the step fail, the engine resets the
-        pool. Where the same content is findable already, this block stays anonymous and is simply freed later.
+        pool. Where the same content is findable already, this block stays unfindable and is simply freed later.
         """
         if not self.enable_prefix_caching:
             return
@@ -199,7 +203,7 @@ class BlockManager(ReprHTML):
     def release(self, block_id: int, seq_id: int | None) -> None:
         """One holder less; the last one frees the block.
 
-        A findable block goes to the end of the free queue, so the one that was not needed for longest is taken first.
+        A findable block goes to the end of the free queue, so the least recently used is taken first.
         A block that nobody can find goes to the front: giving it away loses nothing.
         """
         block = self.blocks[block_id]

@@ -9,20 +9,20 @@ from typing import Any
 
 
 class DeferredInterrupt:
-    """Inside the block SIGINT is only noted; `check`, or else the end of the block, hands it to the handler before.
+    """Inside the block SIGINT is only noted; `check`, or else the end of the block, hands it to the previous handler.
 
     In a `breaking` part, which is where the time goes and where a failure can be mended, a second SIGINT is handed on
     at once, so that a step that never ends can be left. That happens once: what mends is not torn again.
 
-    It stands aside outside the main thread and where SIGINT has no handler in Python. Blocks may be nested, also those
-    of different engines: the outermost decides.
+    It does nothing outside the main thread and where SIGINT has no handler in Python. Blocks may be nested, also those
+    of different engines: the outermost decides, and `with` gives every inner block the outermost one's object.
     """
 
     def __init__(self) -> None:
-        self._breakable = False
-        self._count = 0
-        self._root = self
-        self._previous: Any = None
+        self._breakable = False  # inside `breaking`
+        self._count = 0  # of SIGINTs not handed on yet
+        self._root = self  # the outermost block's object
+        self._previous: Any = None  # handler; None where this block does nothing
 
     def __enter__(self) -> "DeferredInterrupt":
         if threading.current_thread() is threading.main_thread():
@@ -57,7 +57,7 @@ class DeferredInterrupt:
             self.check()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt (or do what the handler before does) if a SIGINT came since the block began."""
+        """Raise KeyboardInterrupt (or do what the previous handler does) if a SIGINT came since the block began."""
         if self._count:
             self._count = 0
             self._previous(signal.SIGINT, None)
@@ -69,5 +69,5 @@ class DeferredInterrupt:
             return
         if signal.getsignal(signal.SIGINT) == self._handle:  # else somebody inside the block has set one of his own
             signal.signal(signal.SIGINT, self._previous)
-        if error is None or isinstance(error, Exception):
+        if error is None or isinstance(error, Exception):  # else another interrupt or an exit is on its way
             self.check()

@@ -1,7 +1,8 @@
 """LLMEngine: the one place where bookkeeping (scheduler, blocks), the worker (model, device) and the tokenizer meet.
 
-Read `step` first. Everything above it turns prompts into sequences, everything below it tells those who watch. The
-engine knows no tensor and no widget.
+Read `_step` first: schedule, run, postprocess, and a clock around them. `step`, `generate` and `stream` call it; the
+rest turns prompts into sequences, tells those who watch, and keeps the engine whole when something fails. The engine
+knows no tensor and no widget.
 """
 
 import sys
@@ -95,21 +96,23 @@ class LLMEngine:
     """
 
     def __new__(cls, model: str, parts: Parts | None = None, **options: Any) -> Self:
+        # Methods of the engine are seams as well ("LLMEngine.drive" is one), so its own class is resolved too.
         if parts is not None and not isinstance(parts, Parts):
             raise ConfigError(f"parts must be a Parts, got {shown(parts)}; options of the engine go by name")
         return super().__new__((active_parts() if parts is None else parts).resolve(cls))
 
     def __init__(self, model: str, parts: Parts | None = None, **options: Any) -> None:
         self.parts = active_parts() if parts is None else parts
-        self._door = threading.Lock()
-        self._inside: int | None = None  # the thread that went through the door
+        self._door = threading.Lock()  # held during a call, see `_entered`
+        self._inside: int | None = None  # the thread that holds it
         self._born = perf_counter()
         self._journal = Journal()
         self._hooks: dict[Any, StepHook] = {}
-        self._in_step: list[Sequence] | None = None  # what was scheduled, while a step is under way
-        self._unclaimed: dict[int, Sequence] = {}
-        # Whoever reads a stream, by its request's number, and those that read no more. When a reader is gone, Python
-        # calls `append` itself: an interrupt finds no code of ours there that it could end, and goes on to the user's.
+        self._in_step: list[Sequence] | None = None  # the sequences of the step under way; [] while they are chosen
+        self._unclaimed: dict[int, Sequence] = {}  # finished in somebody else's call, kept for `get_output`
+        # Streams: a weak reference to each reader's `TextPieces` by seq_id, and those of readers that are gone, whose
+        # requests the next call aborts. The reference's callback is `_abandoned.append` itself: an interrupt could end
+        # a function of ours half-way, but not that.
         self._readers: dict[int, weakref.KeyedRef[int, TextPieces]] = {}
         self._abandoned: list[weakref.KeyedRef[int, TextPieces]] = []
         self._chat_template: ChatTemplate | None = None
@@ -156,6 +159,7 @@ class LLMEngine:
         return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
 
     def _step(self, interrupt: DeferredInterrupt) -> tuple[list[Sequence], int]:
+        """The step itself: the sequences that ran, finished ones included, and the count that `step` returns."""
         self._abort_abandoned()
         if self.scheduler.is_finished():
             return [], 0
@@ -211,7 +215,7 @@ class LLMEngine:
         """Queue one prompt (text or token ids); returns its seq_id. Raises `RequestError` if it can never be served."""
         with self._entered("add_request()") as interrupt:
             seq = self._sequence(prompt, sampling_params)
-            interrupt.check()
+            interrupt.check()  # before it is queued: whoever interrupts never learns its number
             return self.scheduler.add(seq)
 
     def abort(self, seq_id: int) -> bool:
@@ -353,7 +357,7 @@ class LLMEngine:
         try:
             while not seq.is_finished:
                 with self._entered("stream()") as interrupt:
-                    if seq.seq_id < 0:
+                    if seq.seq_id < 0:  # queued by the first `next`, so an iterator that nobody reads costs nothing
                         seq_id = self.scheduler.add(seq)
                         self._readers[seq_id] = weakref.KeyedRef(pieces, self._abandoned.append, seq_id)
                     try:
@@ -430,7 +434,10 @@ class LLMEngine:
         )
 
     def _rows(self, seqs: list[Sequence]) -> list[StepRow]:
-        """The rows of the record, taken before the step runs; only references to what cannot change."""
+        """The rows of the record, taken before the step runs; `_record` adds the sampled tokens.
+
+        A block table is a tuple, which the sequence replaces and never changes, so the record may keep it.
+        """
         return [
             StepRow(
                 seq.seq_id,
@@ -473,7 +480,7 @@ class LLMEngine:
             except Exception as error:
                 self.remove_step_hook(key, hook)
                 name = getattr(hook, "__qualname__", None) or shown(hook)
-                report(f"step hook {name} raised {shown(error)} in step {record.step} and was removed")
+                tell(f"step hook {name} raised {shown(error)} in step {record.step} and was removed")
 
     # ---- text and tokens -----------------------------------------------------------------------------------------
 
@@ -488,7 +495,7 @@ class LLMEngine:
             raise RequestError(f"the prompt {shown(text)} cannot be tokenized: {error}") from error
 
     def decode(self, token_ids: SequenceOf[int]) -> str:
-        """Text of token ids, without special tokens. Raises `RequestError` for what are no token ids."""
+        """Text of token ids, without special tokens. Raises `RequestError` for anything but the model's token ids."""
         ids = self._checked_ids(token_ids)
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -572,8 +579,10 @@ class LLMEngine:
         """After a failure: drop the requests `own` (None: those of the failed step); the engine is whole afterwards."""
         failed_step, self._in_step = self._in_step, None
         if failed_step is not None:
-            everything = {seq.seq_id for seq in (*self.scheduler.waiting, *self.scheduler.running)}
-            self.scheduler.recover({seq.seq_id for seq in failed_step} or everything if own is None else own)
+            if own is None:
+                suspects = failed_step or (*self.scheduler.waiting, *self.scheduler.running)
+                own = {seq.seq_id for seq in suspects}
+            self.scheduler.recover(own)
         elif own:
             try:
                 for seq_id in own:
@@ -624,7 +633,7 @@ def hook_key(key: Any) -> Any:
     return key
 
 
-def report(message: str) -> None:
+def tell(message: str) -> None:
     """Warn; where warnings are errors, print instead, because a failed hook must not end a run."""
     try:
         warnings.warn(message, stacklevel=3)

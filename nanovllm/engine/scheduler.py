@@ -39,6 +39,8 @@ class SchedulerConfig(Protocol):
 class Scheduler:
     """Two queues and a pool. `schedule` plans a step, `postprocess` takes its results in.
 
+    A place in `running` is called a seat. resolve: gives the class to build for the pool, see `Parts.resolve`.
+
     INVARIANT: every unfinished sequence is in exactly one queue; only sequences in `running` hold blocks; rows are
     planned from the head of `running` and victims taken from its tail, so a planned row is never preempted.
     """
@@ -59,8 +61,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.next_seq_id = 0
         self.num_preemptions = 0
-        self.num_prefill_tokens = 0  # of the last step ...
-        self.num_decode_tokens = 0  # ... apart from each other, whatever the policy
+        self.num_prefill_tokens = 0  # of the last step: computed by the rows that prefill ...
+        self.num_decode_tokens = 0  # ... and by those that decode
         self.journal: Journal | None = None  # filled only while somebody watches
 
     def watch(self, journal: Journal | None) -> None:
@@ -103,7 +105,7 @@ class Scheduler:
         """A token for everybody, and prompts with what that leaves of the budget."""
         preempted_before = self.num_preemptions
         seqs = self.schedule_decodes()
-        # Where a block is so dear that somebody just lost his, newcomers wait.
+        # A sequence that was just preempted needs the next free blocks itself: nobody new is admitted in such a step.
         admit = self.num_preemptions == preempted_before
         return seqs + self.schedule_prefills(self.token_budget - len(seqs), admit)
 
@@ -142,7 +144,10 @@ class Scheduler:
         return seqs
 
     def next_waiting(self) -> Sequence:
-        """Whose turn it is: first come, first served, and whoever lost a seat stands in front."""
+        """Whose turn it is: first come, first served, and whoever lost a seat stands in front.
+
+        A policy of one's own may name any other sequence in `waiting`.
+        """
         return self.waiting[0]
 
     def admit(self, seq: Sequence) -> None:
@@ -158,21 +163,24 @@ class Scheduler:
             self.journal.admitted.append(Admission(seq.seq_id, seq.num_prompt_tokens, num_cached_tokens, is_resumed))
 
     def schedule_decodes(self) -> list[Sequence]:
-        """One token for every running sequence whose prompt is done, from the head; short of blocks, the tail goes."""
+        """One token for every running sequence whose prompt is done, from the head; short of blocks, the tail goes.
+
+        With A, B, C running and no free block when A needs one: C is preempted, A takes a block of C's, B goes on.
+        """
         seqs: list[Sequence] = []
         can_append, append = self.block_manager.can_append, self.block_manager.append
         index = 0
-        while index < len(self.running):
+        while index < len(self.running):  # which `preempt` shortens
             seq = self.running[index]
             index += 1
-            if seq.num_computed_tokens < seq.num_prefill_tokens:
+            if seq.num_computed_tokens < seq.num_prefill_tokens:  # `is_prefilling`; a call less for every row
                 continue  # a prompt under way holds all of its blocks already
             while not can_append(seq):
                 victim = self.running[-1]
                 self.preempt(victim)
                 if victim is seq:
                     break  # it was the last: nobody else has a block to give
-            else:
+            else:  # not left by `break`: there is room
                 append(seq)
                 self.plan(seq, 1)
                 seqs.append(seq)
@@ -185,7 +193,7 @@ class Scheduler:
         return num_tokens
 
     def plan(self, seq: Sequence, num_tokens: int) -> None:
-        """Let `seq` compute `num_tokens` tokens in this step; the blocks that fills become findable at once."""
+        """Let `seq` compute `num_tokens` tokens in this step; the blocks that they fill become findable at once."""
         seq.num_scheduled_tokens = num_tokens
         end = seq.num_computed_tokens + num_tokens
         if end // seq.block_size > seq.num_hashed_blocks:
@@ -208,8 +216,9 @@ class Scheduler:
     def postprocess(self, seqs: list[Sequence], token_ids: list[int | None], is_prefill: bool) -> None:
         """Book the step: progress for every row, a new token for every row that caught up, an end where one is due.
 
-        token_ids: one for each row, None for a chunk that is not the last of its prompt. `num_scheduled_tokens` stays
-        readable until the next step.
+        token_ids: one for each row, None for a chunk that is not the last of its prompt. is_prefill: as `schedule`
+        returned it; every row tells for itself, so it is not looked at. `num_scheduled_tokens` stays readable until the
+        next step.
         """
         any_finished = False
         for seq, token_id in zip(seqs, token_ids, strict=True):
@@ -272,7 +281,7 @@ class Scheduler:
         self.block_manager.reset()
         for seq in seqs:
             seq.block_table, seq.num_hashed_blocks, seq.num_computed_tokens = (), 0, 0
-            if seq.seq_id in dropped or seq.is_finished:
+            if seq.seq_id in dropped or seq.is_finished:  # finished: the step failed while its results were booked
                 self._end(seq, seq.finish_reason or FinishReason.ABORT)
                 continue
             if seq.status is SequenceStatus.RUNNING:

@@ -18,9 +18,9 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class SequenceStatus(StrEnum):
-    WAITING = "waiting"  # queued, never had a seat
-    RUNNING = "running"  # resident: it holds blocks, its prompt may still be on the way
-    PREEMPTED = "preempted"  # lost its blocks, waits to be computed again
+    WAITING = "waiting"  # queued, never had a seat (a place in the scheduler's `running`)
+    RUNNING = "running"  # has a seat and holds blocks; its prompt may still be on the way
+    PREEMPTED = "preempted"  # lost seat and blocks, waits to be computed again
     FINISHED = "finished"
 
 
@@ -50,11 +50,11 @@ class Sequence(ReprHTML):
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.block_table: tuple[int, ...] = ()  # logical block i lies in physical block block_table[i]
-        self.block_hashes: list[int] = []  # chained hashes of full blocks; tokens never change, so these stay valid
+        self.block_hashes: list[int] = []  # see BlockManager.block_hash; tokens never change, so these stay valid
         self.num_hashed_blocks = 0  # leading blocks of block_table that the prefix cache has been told about
         self.num_computed_tokens = 0  # tokens whose keys and values are in the cache
         self.num_scheduled_tokens = 0  # tokens of the current (or, between steps, the last) step
-        self.num_prefill_tokens = self.num_prompt_tokens  # prefill lasts until this many are computed
+        self.num_prefill_tokens = self.num_prompt_tokens  # known when it got its seat: prefill lasts so long
         self.num_cached_tokens = 0  # of the first admission: taken from the prefix cache, not computed
         self.num_preemptions = 0
 
