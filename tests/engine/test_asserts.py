@@ -1,0 +1,108 @@
+"""What a method must not do, least of all one that a learner put in its place, is said where it happens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import Parts
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from tests.engine.fake import FakeConfig
+from tests.faults.engines import PROMPTS, assert_whole, build, cold
+
+
+def scheduled(count: int = 2) -> tuple[Scheduler, list[Sequence]]:
+    """A scheduler in the middle of a prefill of `count` sequences."""
+    scheduler = Scheduler(FakeConfig())
+    for number in range(count):
+        scheduler.add(Sequence([number + 1] * 5, SamplingParams(max_tokens=9), block_size=4))
+    return scheduler, scheduler.schedule()[0]
+
+
+def test_a_plan_without_rows_would_never_end() -> None:
+    scheduler, _ = scheduled()
+    scheduler.schedule_prefill_first = lambda: []  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="work remains, but no sequence could be scheduled"):
+        scheduler.schedule()
+    scheduler.waiting.clear()
+    scheduler.running.clear()
+    assert scheduler.schedule() == ([], False), "unless there is no work"
+
+
+def test_an_engine_with_such_a_plan_says_so_and_is_whole(tiny_model_dir: Path) -> None:
+    def nobody(self: Any) -> list[Sequence]:
+        return []
+
+    with build(tiny_model_dir, Parts({"Scheduler.schedule_prefill_first": nobody})) as llm:
+        with pytest.raises(AssertionError, match="no sequence could be scheduled"):
+            llm.generate(PROMPTS, cold(2), use_tqdm=False)
+        assert_whole(llm)
+
+
+def test_prompt_chunks_stay_within_the_budget_whatever_is_asked_for() -> None:
+    """A policy of one's own may ask for more; a step of more tokens than the warm-up had could end in want of memory."""
+    for prefill_chunk, most in ((None, 16), (99, 16), (5, 5)):
+        scheduler = Scheduler(FakeConfig(prefill_chunk=prefill_chunk))
+        for _ in range(4):
+            scheduler.add(Sequence([1] * 8, block_size=4))
+        assert sum(seq.num_scheduled_tokens for seq in scheduler.schedule_prefills(1000)) == most
+
+
+def test_nobody_gets_a_seat_in_the_step_in_which_somebody_loses_his() -> None:
+    """Whoever lost it stands in front and does not fit; a policy of one's own may prefer a newcomer that does."""
+    scheduler = Scheduler(FakeConfig(scheduling_policy="mixed", num_kvcache_blocks=4))
+    one, two, newcomer = (Sequence([number] * length, block_size=4) for number, length in ((1, 8), (2, 8), (3, 2)))
+    scheduler.next_waiting = lambda: min(scheduler.waiting, key=len)  # type: ignore[method-assign]
+    for seq in (one, two):
+        scheduler.add(seq)
+    scheduler.postprocess(scheduler.schedule()[0], [3, 3], True)
+    scheduler.add(newcomer)
+    assert scheduler.schedule() == ([one], False)
+    assert list(scheduler.waiting) == [two, newcomer] and scheduler.block_manager.num_free_blocks == 1
+    scheduler.postprocess([one], [3], False)
+    assert newcomer in scheduler.schedule()[0]
+
+
+def test_only_the_last_seated_one_is_preempted() -> None:
+    scheduler, seqs = scheduled()
+    with pytest.raises(AssertionError, match="victims are taken from the tail"):
+        scheduler.preempt(seqs[0])
+    scheduler.preempt(seqs[1])
+    assert list(scheduler.waiting) == [seqs[1]] and scheduler.running == [seqs[0]]
+
+
+def test_a_row_that_caught_up_has_a_token() -> None:
+    scheduler, seqs = scheduled()
+    with pytest.raises(AssertionError, match="sequence 1 caught up, but no token was sampled"):
+        scheduler.postprocess(seqs, [3, None], True)
+
+
+@pytest.mark.parametrize("token_ids", [[3], [3, 4, 5], []])
+def test_every_row_has_one_token(token_ids: list[int | None]) -> None:
+    scheduler, seqs = scheduled()
+    with pytest.raises(ValueError, match="zip"):
+        scheduler.postprocess(seqs, token_ids, True)
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 4), (4, 0), (-1, 4), (4, -4)])
+def test_a_pool_holds_something(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(AssertionError, match="at least one block of at least one token"):
+        BlockManager(num_blocks, block_size)
+
+
+def test_blocks_are_given_once_and_taken_once() -> None:
+    manager, seq = BlockManager(4, 4), Sequence([1] * 5, block_size=4, seq_id=7)
+    manager.allocate(seq)
+    with pytest.raises(AssertionError, match="sequence 7 already has blocks"):
+        manager.allocate(seq)
+    held = seq.block_table[0]
+    manager.free_block_ids[held] = None
+    manager.free_block_ids.move_to_end(held, last=False)
+    with pytest.raises(AssertionError, match=f"block {held} is in the free queue and held 1 times"):
+        manager.take_free_block(8)
+    manager.free(seq)
+    with pytest.raises(AssertionError, match=f"block {held} was freed more often than it was taken"):
+        manager.release(held, 7)
