@@ -27,8 +27,9 @@ ALIGNMENT = 256  # bytes; Triton compiles a kernel anew for pointers that are le
 class StepInputs:
     """The inputs of a decode step of up to `rows` rows: one pinned buffer, its twin on the GPU, one copy a step.
 
-    `host` and `device` hold the same fields at the same places; the block tables come last, so that a step copies only
-    as many of their rows as it has.
+    `host` and `device` hold the same fields at the same places, each at a multiple of 256 bytes: 20 rows of input_ids
+    take 160 bytes, and the positions begin at 256. The block tables come last, so that a step copies only as many of
+    their rows as it has.
     """
 
     def __init__(self, rows: int, max_blocks: int, device: torch.device) -> None:
@@ -44,7 +45,7 @@ class StepInputs:
         for name, (dtype, shape) in shapes.items():
             starts[name] = size
             size += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
-        self.tables_start, self.table_bytes = starts["block_tables"], max_blocks * 4
+        self.tables_start, self.table_bytes = starts["block_tables"], max_blocks * 4  # bytes of one row's table
         self.pinned = torch.zeros(size, dtype=torch.uint8)
         if device.type == "cuda":
             self.pinned = self.pinned.pin_memory()
@@ -84,6 +85,7 @@ class DecodeGraphs:
     def __init__(self, forward: Callable[[InputBatch], Tensor | None], max_num_seqs: int, inputs: StepInputs) -> None:
         self.sizes, self.inputs, device = self.graph_sizes(max_num_seqs), inputs, inputs.memory.device
         rows = self.sizes[-1]
+        # size_for[n]: the smallest graph for n rows.
         self.size_for = [next(size for size in self.sizes if size >= max(n, 1)) for n in range(rows + 1)]
         inputs.host["slot_mapping"][:] = -1
         inputs.memory.copy_(inputs.pinned)

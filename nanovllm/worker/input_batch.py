@@ -19,7 +19,10 @@ from nanovllm.layers.sampler import COLD
 
 
 class BatchArrays(NamedTuple):
-    """One step in numbers. Rows that have one query come first; the meanings are those of `InputBatch`."""
+    """One step in numbers: the fields of `InputBatch` and `AttentionMetadata`, which say what they mean.
+
+    A row is a sequence, its *queries* are the tokens that this step computes; rows that decode come first.
+    """
 
     input_ids: NDArray[np.int64]  # [T]
     positions: NDArray[np.int64]  # [T]
@@ -39,8 +42,8 @@ class InputBatchBuilder:
     """Turns rows of sequences into `BatchArrays`."""
 
     def __init__(self) -> None:
-        self.built: tuple[list[Sequence], BatchArrays] | None = None
-        self.expected: Expectation | None = None
+        self.built: tuple[list[Sequence], BatchArrays] | None = None  # the last step
+        self.expected: Expectation | None = None  # the next one, if `look_ahead` has prepared it
 
     def build(self, seqs: list[Sequence]) -> BatchArrays:
         """The arrays of a step of any kind: pure decodes take a shorter way to the same numbers."""
@@ -56,15 +59,17 @@ class InputBatchBuilder:
         """Prepare for the same rows to decode once more. Called while the device works, so that it costs nothing.
 
         With block size 4, a row that has just written slot 30 (block 7, offset 2) will write slot 31; one that has
-        written slot 31 enters a block that is not known yet.
+        written slot 31 enters a block that is not known yet. If the longest context was 8 in tables of 2 blocks, the
+        next token is at position 8: the tables get 8 // 4 + 1 - 2 = 1 column more.
         """
         if self.built is None or type(self).prepare_decode is not InputBatchBuilder.prepare_decode:
-            return
+            return  # a learner's `prepare_decode` shall run in every decode step
         seqs, last = self.built
-        if last.num_decodes == len(seqs) == len(last.logits_indices):
+        if last.num_decodes == len(seqs) == len(last.logits_indices):  # every row decoded and got a token
             positions, block_size = last.positions + 1, seqs[0].block_size
             entering = np.flatnonzero(positions % block_size == 0).tolist()
             wider = max(last.max_context_len // block_size + 1 - last.block_tables.shape[1], 0)
+            # A copy, because `continue_decode` writes the new blocks into it.
             block_tables = np.pad(last.block_tables, ((0, 0), (0, wider))) if entering else last.block_tables
             arrays = last._replace(
                 positions=positions, slot_mapping=last.slot_mapping + 1, context_lens=last.context_lens + 1,
@@ -129,7 +134,7 @@ class InputBatchBuilder:
         return indices
 
     def prepare_decode(self, seqs: list[Sequence]) -> BatchArrays:
-        """Rows with one query each, without a loop that knows about tokens.
+        """Rows with one query each: `prepare_prefill` for all rows at once, in numpy.
 
         The query is the token at position num_computed_tokens. With block size 4, position 9 lies in logical block
         9 // 4 = 2 at offset 9 % 4 = 1, so its slot is block_tables[b, 2] * 4 + 1.
@@ -163,7 +168,7 @@ class Expectation(NamedTuple):
     seqs: list[Sequence]
     starts: list[int]  # each row's num_computed_tokens then ...
     ends: list[int]  # ... and its number of tokens
-    arrays: BatchArrays  # all but the tokens themselves, and the rows that enter a new block
+    arrays: BatchArrays  # all but the tokens, and the new blocks of rows that enter one
     entering: list[int]  # those rows
 
 

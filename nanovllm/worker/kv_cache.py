@@ -64,6 +64,7 @@ class KVCacheSizer:
 
 
 def blocks_of_one_sequence(config: Config) -> int:
+    """Blocks that hold a sequence of `max_model_len` tokens."""
     return -(-config.max_model_len // config.kvcache_block_size)
 
 

@@ -124,7 +124,7 @@ class MessageChannel:
 
     def read(self) -> tuple[str, tuple[Any, ...]]:
         """Wait for the next message and return its method and its arguments (arrays are copies)."""
-        payload, size = bytearray(), 1
+        payload, size = bytearray(), 1  # the first piece tells the size
         while len(payload) < size:
             deadline = time.perf_counter() + self.spin
             while not self.has_piece():

@@ -114,6 +114,7 @@ class ModelRunner:
         longest = min(config.max_num_batched_tokens, config.max_model_len)
         cache = self._new_cache(-(-max(longest, 2) // block_size))
         decodes = [1 << n for n in range(rows.bit_length())]
+        # (rows, context, how much of it is new): the prefill with the most rows, the longest one, and decodes.
         for num_seqs, context, num_new in [
             (rows, length, length),
             (1, longest, longest),

@@ -9,6 +9,8 @@ Rank 0 lives in the caller's process and holds a `RankGroup`; every other rank i
 A thread of rank 0 listens to the pipes. When a rank dies it ends the others too: a collective that waits for one of
 them fails at once, and the caller gets an `EngineDeadError` with the dead rank's last words. Nothing here knows about
 requests, schedulers or models.
+
+Read `run_rank`, `WorkerLink.serve` and `RankGroup.running` first: they are all that happens while nothing fails.
 """
 
 import faulthandler
@@ -333,7 +335,7 @@ class RankGroup(JointLink):
     def check(self) -> None:
         """Raise if a rank died (`EngineDeadError`, `ConfigError`) or failed in a method (`RankError`, once)."""
         if self._death is not None:
-            raise type(self._death)(str(self._death))
+            raise type(self._death)(str(self._death))  # a new one each time: a raised error keeps its traceback
         if self._is_stopped:
             raise EngineDeadError("the ranks of this engine were stopped")
         if self._failure is not None:
