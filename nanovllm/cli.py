@@ -6,6 +6,7 @@ Each command lives in a module of its own, which is imported when the command is
 
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 
 from nanovllm import __version__
@@ -46,7 +47,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     command, *rest = arguments
     if command not in COMMANDS:
-        print(f"nanovllm: there is no command {command!r}\n{usage()}", file=sys.stderr)
+        close = get_close_matches(command, COMMANDS, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        print(f"nanovllm: there is no command {command!r}{meant}\n{usage()}", file=sys.stderr)
         return 2
     try:
         module, _, function = COMMANDS[command][0].partition(":")

@@ -90,7 +90,9 @@ def versions() -> list[Row]:
 
 def machine(device: torch.device) -> list[Row]:
     """Processors, memory, disk, and the number format that an engine would choose here."""
-    rows = [("CPU", f"{cpu_name()}, {os.cpu_count()} cores; torch uses {torch.get_num_threads()} threads")]
+    threads = torch.get_num_threads()
+    count = f"{threads} thread{'s' if threads != 1 else ''}"
+    rows = [("CPU", f"{cpu_name()}, {os.cpu_count()} cores; torch uses {count}")]
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(number)
         capability = ".".join(map(str, torch.cuda.get_device_capability(number)))

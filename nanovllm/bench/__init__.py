@@ -23,7 +23,9 @@ def main(argv: list[str]) -> int:
     """Run one bench and return the exit status."""
     if not argv or argv[0] not in COMMANDS:
         asked_for_help = bool(argv) and argv[0] in ("-h", "--help")
-        print(__doc__, file=sys.stdout if asked_for_help else sys.stderr)
+        if argv and not asked_for_help:
+            print(f"nanovllm bench: there is no bench {argv[0]!r}; there are {', '.join(COMMANDS)}\n", file=sys.stderr)
+        print(__doc__.rstrip(), file=sys.stdout if asked_for_help else sys.stderr)
         return 0 if asked_for_help else 2
     status: int | None = import_module(COMMANDS[argv[0]]).main(argv[1:])
     return status or 0

@@ -35,9 +35,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def parser(name: str, description: str) -> argparse.ArgumentParser:
     """The options that every bench takes."""
-    options = argparse.ArgumentParser(description=description)
+    options = argparse.ArgumentParser(prog=f"nanovllm bench {name}", description=description)
     which = options.add_mutually_exclusive_group()
     which.add_argument("--model", help="model folder (default: the default model)")
     which.add_argument("--random-weights", choices=PRESETS, help="shapes of this model, weights drawn at random")

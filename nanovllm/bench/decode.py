@@ -43,7 +43,7 @@ def time_steps(llm: LLM, count: int) -> float:
 
 def main(argv: list[str]) -> None:
     """Fill the cache by prefill, then time decode steps around the wanted context."""
-    options = parser(__doc__ or "")
+    options = parser("decode", __doc__ or "")
     options.add_argument("--rows", type=int, default=256)
     options.add_argument("--context", type=int, default=585)
     options.add_argument("--steps", type=int, default=48)

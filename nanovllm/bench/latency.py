@@ -9,7 +9,7 @@ from nanovllm.sampling_params import SamplingParams
 
 def main(argv: list[str]) -> None:
     """Time whole calls of `generate`: prompts of one length, outputs of one length, a batch at a time."""
-    options = parser(__doc__ or "")
+    options = parser("latency", __doc__ or "")
     options.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     options.add_argument("--input", type=int, default=128, help="prompt ids")
     options.add_argument("--output", type=int, default=256, help="generated ids")

@@ -17,7 +17,7 @@ def workload(num_seqs: int, longest: int, vocab: int = 10000) -> tuple[list[list
 
 def main(argv: list[str]) -> None:
     """Time `generate` on the workload: the first run after construction, and repeats with a warm prefix cache."""
-    options = parser(__doc__ or "")
+    options = parser("throughput", __doc__ or "")
     options.add_argument("--num-seqs", type=int, default=256)
     options.add_argument("--longest", type=int, default=1024, help="longest prompt and longest output")
     options.add_argument("--runs", type=int, default=1, help="runs after construction, each reported")

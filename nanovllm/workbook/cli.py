@@ -74,7 +74,7 @@ def quiz_command(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="nanovllm quiz", description=quiz_command.__doc__)
     parser.add_argument("chapter", metavar="4")
     parser.add_argument("number", nargs="?", type=int, help="of the question")
-    parser.add_argument("answer", nargs="*")
+    parser.add_argument("answer", nargs="*", default=[])
     args = parser.parse_args(argv)
     print(answer(args.chapter, args.number, " ".join(args.answer)) if args.number else quiz(args.chapter))
     return 0

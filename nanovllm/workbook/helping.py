@@ -59,11 +59,11 @@ def reveal(exercise: str | float, sure: bool = False) -> Shown:
         state.remember(workbook, found.id, reveal_asked=True)
         return Shown(
             f'Exercise {found.id} is not solved yet. There are four hints: hint("{found.id}").\n'
-            f'To see the answer nevertheless, call reveal("{found.id}") once more.'
+            f'To see the answer nevertheless, call reveal("{found.id}") once more, or: nanovllm reveal {found.id}'
         )
     state.remember(workbook, found.id, revealed=True)
-    reasons = found.hints[LAST_LEVEL - 1]
-    return Shown(f"exercise {found.id} {found.title}: the answer\n\n{answer_diff(workbook, found)}\n\nWhy: {reasons}")
+    reasons = "\n".join(map(wrapped, f"Why: {found.hints[LAST_LEVEL - 1]}".splitlines()))
+    return Shown(f"exercise {found.id} {found.title}: the answer\n\n{answer_diff(workbook, found)}\n\n{reasons}")
 
 
 def reset(*exercises: str | float) -> Shown:

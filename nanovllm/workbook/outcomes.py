@@ -111,7 +111,7 @@ def table_text(workbook: Workbook, results: Iterable[ExerciseResult], target: st
         for row in rows:
             passed = sum(test.state == PASSED for test in row.tests)
             tests = f"{passed}/{len(row.tests)}"
-            head = f"  {row.exercise_id:<4} {row.title[:38]:<38}  {MARKS[row.state]} {LABELS[row.state]:<12}"
+            head = f"  {row.exercise_id:<4} {row.title[:40]:<40}  {MARKS[row.state]} {LABELS[row.state]:<12}"
             lines.append(f"{head}{tests:>6} tests  {row.points:>2}/{row.total_points} points")
             if remark := _remark(row):
                 lines.append(wrapped(remark, " " * 7, " " * 7))

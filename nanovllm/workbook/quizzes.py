@@ -47,7 +47,7 @@ def normal_form(question: dict[str, Any], given: Any) -> str:
     if question["kind"] == "order" and len(words) == 1:
         words = list(words[0])
     if question["kind"] == "choice" and (len(words) != 1 or words[0] not in letters(question)):
-        raise ValueError(f"one letter of {', '.join(letters(question))}")
+        raise ValueError(f"{text!r} is no option")
     return " ".join(str(int(word)) for word in words) if question["kind"] == "numbers" else " ".join(words)
 
 
@@ -73,8 +73,9 @@ def answer(chapter: str | float, number: int, given: Any) -> Shown:
     name, question = question_of(chapter, number)
     try:
         right = key_of(name, number, question, given) == question["key"]
-    except ValueError as error:
-        return Shown(f"Question {number}: {HOW[question['kind']]} ({error}).")
+    except ValueError:
+        choice = f"one of {', '.join(letters(question))}, " if question["kind"] == "choice" else ""
+        return Shown(f"Question {number}: {HOW[question['kind']]} ({choice}not {str(given)[:40]!r}).")
     if question["kind"] == "choice":
         reason = question["reasons"][letters(question).index(normal_form(question, given))]
     else:

@@ -33,7 +33,7 @@ from nanovllm.workbook import (
 from nanovllm.workbook.checking import pytest_environment
 from nanovllm.workbook.cli import main
 from nanovllm.workbook.generate import stubs
-from nanovllm.workbook.outcomes import FAILED, PASSED, TODO
+from nanovllm.workbook.outcomes import FAILED, PASSED, TODO, ExerciseResult, table_text
 
 ROOT = Workbook.find().root
 WRONG_BLOCKS = "    return num_tokens // block_size + 1\n"
@@ -184,6 +184,12 @@ def test_progress_shows_the_path(workbook: Workbook) -> None:
     assert "4/4 points" not in progress().text
     path.unlink()
     assert "TODO" in progress().text
+
+
+def test_no_title_is_cut_in_the_table(workbook: Workbook) -> None:
+    results = [ExerciseResult.empty(exercise) for exercise in workbook.exercises]
+    shown = table_text(workbook, results)
+    assert [exercise.title for exercise in workbook.exercises if exercise.title not in shown] == []
 
 
 def test_unknown_names_are_told(workbook: Workbook) -> None:
@@ -339,7 +345,8 @@ def test_quiz_in_widgets_and_as_text(workbook: Workbook) -> None:
     assert "Not yet" in verdict.value
     radio.value = "b"
     assert "Right" in verdict.value
-    assert "answer with a number" in answer("4", 1, "many").text
+    assert answer("4", 1, "many").text == "Question 1: answer with a number (not 'many')."
+    assert "(one of a, b, c, d, not 'e')" in answer("4", 3, "e").text
     with pytest.raises(WorkbookError):
         answer("4", 99, "a")
 

@@ -24,7 +24,21 @@ def test_without_a_command_it_shows_them(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["dmeo"]) == 2
-    assert "no command 'dmeo'" in capsys.readouterr().err
+    assert "no command 'dmeo'; did you mean demo?" in capsys.readouterr().err
+    assert cli.main(["xyzzy"]) == 2
+    assert "no command 'xyzzy'\n" in capsys.readouterr().err
+
+
+def test_an_unknown_bench_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "speed"]) == 2
+    assert "no bench 'speed'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ("throughput", "latency", "decode", "cpu", "viz"))
+def test_every_bench_has_help_under_its_own_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", name, "--help"])
+    assert stopped.value.code == 0 and capsys.readouterr().out.startswith(f"usage: nanovllm bench {name} ")
 
 
 @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
