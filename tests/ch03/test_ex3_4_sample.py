@@ -167,6 +167,17 @@ def test_boundary__very_hot(answer: Answer) -> None:
     answer.equal(got, [1 / 3] * 3, tolerance=SLACK)
 
 
+def test_boundary__large_logits(answer: Answer) -> None:
+    """However large logits are, and however cool the row, no exponential overflows: rows keep their shares."""
+    sampler = make(answer)
+    answer.note(f"{DRAWS} rows: logits (-400, 300, 300) at 1 and (-4, -5, -4 + 0.01 * ln 2) at 0.01 in turns")
+    logits = torch.tensor([[-400.0, 300.0, 300.0], [-4.0, -5.0, -4.0 + 0.01 * math.log(2)]]).repeat(DRAWS // 2, 1)
+    temperatures = torch.tensor([1.0, 0.01]).repeat(DRAWS // 2)
+    ids = sampler.forward(logits, temperatures, generator(answer), True)
+    answer.equal(shares(ids[0::2], 3), [0.0, 0.5, 0.5], tolerance=1.5 * SLACK)
+    answer.equal(shares(ids[1::2], 3), [1 / 3, 0.0, 2 / 3], tolerance=1.5 * SLACK)
+
+
 def test_boundary__no_noise_asked_for(answer: Answer) -> None:
     """needs_noise False says that all rows are cold, so each takes its largest logit."""
     sampler, logits = make(answer), torch.randn(40, 11, generator=generator(answer))

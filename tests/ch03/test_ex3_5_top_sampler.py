@@ -234,6 +234,16 @@ def test_oracle__every_row_has_its_own_options(answer: Answer) -> None:
         answer.equal(got, wanted, tolerance=1.5 * SLACK)
 
 
+def test_boundary__large_logits(answer: Answer) -> None:
+    """However large logits are, and however cool the row, no exponential overflows: rows keep their shares."""
+    answer.note(f"{DRAWS} rows: logits (-400, 300, 300) at 1 and (-4, -5, -4 + 0.01 * ln 2) at 0.01 in turns, top_k=2")
+    logits = torch.tensor([[-400.0, 300.0, 300.0], [-4.0, -5.0, -4.0 + 0.01 * math.log(2)]]).repeat(DRAWS // 2, 1)
+    temperatures, rows = torch.tensor([1.0, 0.01]).repeat(DRAWS // 2), [answer.TopParams(top_k=2)] * DRAWS
+    ids = answer.TopSampler().forward(logits, temperatures, generator(answer), True, rows)
+    answer.equal(shares(ids[0::2], 3), [0.0, 0.5, 0.5], tolerance=1.5 * SLACK)
+    answer.equal(shares(ids[1::2], 3), [1 / 3, 0.0, 2 / 3], tolerance=1.5 * SLACK)
+
+
 def test_boundary__cold_rows(answer: Answer) -> None:
     """At 1e-5 and below the most likely token is returned, the lowest id where several are equal."""
     answer.note("rows of logits (1, 3, 3, 2), temperature 1e-6, top_k=3, top_p=0.99")
