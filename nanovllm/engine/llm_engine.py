@@ -135,6 +135,8 @@ class LLMEngine:
             # 4) the scheduler, and a way out: at `exit`, at garbage collection and at the interpreter's end
             self.scheduler: Scheduler = resolve(Scheduler)(self.config, resolve)
             self._finalizer = weakref.finalize(self, end_ranks, self.ranks)
+            for told in self.parts.misspelt():
+                warnings.warn(told, stacklevel=2)
         except BaseException:
             self.ranks.stop()
             raise

@@ -2,8 +2,8 @@
 
 A seam is named after what it replaces in the shipped engine: ``"Sampler"`` replaces the whole class, and
 ``"BlockManager.allocate"`` replaces one method (a plain function whose first argument is `self`). The engine builds
-every component through `Parts.resolve`, once, at construction; afterwards an engine with replacements and one without
-run the same code path, so a seam costs nothing in a step.
+every component through `Parts.resolve`, at construction (a `Sequence` when its request comes); afterwards an engine with
+replacements and one without run the same code path, so a seam costs nothing in a step.
 
     parts = Parts({"BlockManager.allocate": my_allocate, "Sampler": MySampler})
     LLM(path, parts=parts)          # explicitly
@@ -18,11 +18,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from difflib import get_close_matches
 from functools import reduce
 from hashlib import sha256
 from inspect import getattr_static
 from pathlib import Path
 from typing import Any, TypeVar
+
+from nanovllm.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -63,9 +66,12 @@ class Parts:
         return Parts({**self.replacements, **other.replacements})
 
     def get(self, name: str, default: T) -> T:
-        """The replacement for the seam `name`, or `default`."""
+        """The replacement for the seam `name`, or `default`. Raises ConfigError if it cannot be called."""
         found = self.replacements.get(name, default)
-        return load_object(found) if isinstance(found, str) and "::" in found else found
+        found = load_object(found) if isinstance(found, str) and "::" in found else found
+        if name in self.replacements and not callable(found) and not isinstance(found, staticmethod):
+            raise ConfigError(f"the part {name!r} must be a class or a function, got {found!r}")
+        return found
 
     def resolve(self, cls: type[T]) -> type[T]:
         """The class to build where the engine would build `cls`.
@@ -85,6 +91,20 @@ class Parts:
             if isinstance(getattr_static(cls, method, None), staticmethod) and not isinstance(function, staticmethod):
                 methods[method] = staticmethod(function)
         return type(base.__name__, (base,), methods) if methods else base
+
+    def misspelt(self) -> list[str]:
+        """A sentence for each seam whose name none of the loaded classes has, but one has nearly."""
+        modules = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("nanovllm.")]
+        classes = {name: value for names in modules for name, value in names.items() if isinstance(value, type)}
+        found = []
+        for seam in self.replacements:
+            owner, _, method = seam.partition(".")
+            names = [f"{owner}.{name}" for name in dir(classes[owner])] if owner in classes and method else [*classes]
+            wanted = seam if owner in classes else owner
+            close = get_close_matches(wanted, names, n=1, cutoff=0.85)
+            if close and wanted not in names:
+                found.append(f"the part {seam!r} takes no place in this engine; did you mean {close[0]!r}?")
+        return found
 
     def portable(self) -> dict[str, str]:
         """The replacements as text, for another process. Raises ValueError on a live object, naming it."""
