@@ -8,7 +8,7 @@
     ├── UnsupportedModelError  (ValueError)   an architecture, or a detail of one, that is not implemented
     ├── WeightError            (ValueError)   tensors missing, surplus, misshapen or unreadable
     ├── DownloadError          (OSError)      a model could not be fetched or stored
-    ├── MemoryBudgetError      (RuntimeError) the KV cache does not fit
+    ├── MemoryBudgetError      (RuntimeError) the model or the KV cache does not fit into memory
     ├── EngineBusyError        (RuntimeError) the engine was entered from a hook or from a second thread
     ├── RankError              (RuntimeError) a step failed on another tensor-parallel rank; the engine goes on
     └── EngineDeadError        (RuntimeError) the engine was closed, or one of its ranks died
@@ -53,11 +53,11 @@ class DownloadError(NanoVLLMError, OSError):
 
 
 class MemoryBudgetError(NanoVLLMError, RuntimeError):
-    """There is too little memory for the KV cache."""
+    """There is too little memory for the model or the KV cache."""
 
 
 class EngineBusyError(NanoVLLMError, RuntimeError):
-    """The engine was entered while it was in the middle of a step."""
+    """The engine was entered, from a step hook or a second thread, while it was in the middle of a call."""
 
 
 class RankError(NanoVLLMError, RuntimeError):

@@ -38,7 +38,10 @@ def is_number(value: Any) -> bool:
 
 
 def token_id_list(prompt: Any) -> list[int]:
-    """A list of ints from any list-like of integers (lists, tuples, integer arrays and tensors; bools are refused)."""
+    """A list of ints from anything like a list of them: a tuple, an integer array or tensor; bools are refused.
+
+    Raises `RequestError`.
+    """
     try:
         if isinstance(prompt, (str, bytes, bytearray, Mapping)):
             raise TypeError(f"{type(prompt).__name__} is no list of token ids")

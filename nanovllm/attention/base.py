@@ -16,10 +16,11 @@ from torch import Tensor
 class AttentionMetadata:
     """Where the keys of a step are and who may see them. Nothing is implied: every start and length is stated.
 
-    Rows are the sequences of the step, in order; the first `num_decodes` of them have exactly one query token each.
-    Row b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] of the flat batch. Its keys are the context_lens[b] first
-    tokens of its block table, *including* this step's own, so its query i (counting from 0) sees the first
-    context_lens[b] - query_len[b] + i + 1 of them. Two rows with 3 and 1 queries and contexts 5 and 8:
+    Rows are the sequences of the step, in order; the first `num_decodes` of them have exactly one query token each. A
+    row's queries are its tokens of this step, and the flat batch is all queries [T], row after row: row b has those
+    from cu_seqlens_q[b] up to (not including) cu_seqlens_q[b + 1], query_len[b] of them. Its keys are the first
+    context_lens[b] tokens of its block table, *including* this step's own, so its query i (counting from 0) sees the
+    first context_lens[b] - query_len[b] + i + 1 of them. Two rows with 3 and 1 queries and contexts 5 and 8:
     cu_seqlens_q = [0, 3, 4]; query 0 of row 0 sees 3 keys, query 2 sees 5, the query of row 1 sees 8.
     """
 
@@ -28,7 +29,7 @@ class AttentionMetadata:
     context_lens: Tensor  # [B] int32; 0: a padded row, which reads nothing
     cu_seqlens_q: Tensor  # [B + 1] int32
     max_query_len: int
-    max_context_len: int
+    max_context_len: int  # tokens; 0 in what a CUDA graph records, which serves contexts of every length
     num_decodes: int  # leading rows with one query each, the first num_decodes tokens; B in a decode step
 
 

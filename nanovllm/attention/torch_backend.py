@@ -23,7 +23,7 @@ GATHER_BYTES = 16 << 20  # keys of one layer gathered at a time, and as many byt
 class PrefillRow:
     """One row's queries, and the slots of its keys in the flat cache."""
 
-    start: int  # its queries are start to end of the flat batch
+    start: int  # its queries are start to end - 1 of the flat batch
     end: int
     slots: Tensor  # [context_len]
     mask: Tensor | None  # [end - start, context_len], 0 or -inf; None: causal from the first key on
@@ -33,11 +33,11 @@ class PrefillRow:
 class DecodeRows:
     """Some decode rows whose keys are gathered together, and the slots of those keys."""
 
-    start: int
+    start: int  # rows start to end - 1 of the step, B of them
     end: int
-    slots: Tensor  # [end - start, S]; a row shorter than S repeats its last slot
-    mask: Tensor | None  # [end - start, 1, 1, S], 0 or -inf; None: all rows are S long
-    padded: Tensor | None  # [rows, 1, 1], True: a row without context, whose result is zeros; None: there is none
+    slots: Tensor  # [B, longest context]; a shorter row repeats its last slot
+    mask: Tensor | None  # [B, 1, 1, longest context], 0 or -inf; None: a single row
+    padded: Tensor | None  # [B, 1, 1], True: a row without context, whose result is zeros; None: there is none
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,7 +57,8 @@ class TorchAttention(AttentionBackend):
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, block_size: int) -> None:
         super().__init__(num_heads, num_kv_heads, head_dim, scale, block_size)
         self._plan: Plan | None = None
-        self._kept: tuple[Tensor, Tensor | None] | None = None  # a slot mapping, and which of its tokens are written
+        # The last step's slot mapping and the tokens that it writes (None: all), found once for all layers.
+        self._kept: tuple[Tensor, Tensor | None] | None = None
 
     def store(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         if self._kept is None or self._kept[0] is not slot_mapping:
@@ -84,9 +85,9 @@ class TorchAttention(AttentionBackend):
 
     def decode(self, q: Tensor, k_flat: Tensor, v_flat: Tensor, rows: DecodeRows) -> Tensor:
         """One query a row: [B, N, H]. The G heads of a kv head are taken as G queries, so that keys are read once."""
-        B, S = rows.slots.shape
-        shape, slots = (B, S, self.num_kv_heads, self.head_dim), rows.slots.view(-1)
-        k = k_flat.index_select(0, slots).view(shape).transpose(1, 2)  # [B, K, S, H]
+        B, longest = rows.slots.shape
+        shape, slots = (B, longest, self.num_kv_heads, self.head_dim), rows.slots.view(-1)
+        k = k_flat.index_select(0, slots).view(shape).transpose(1, 2)  # [B, K, longest, H]
         v = v_flat.index_select(0, slots).view(shape).transpose(1, 2)
         grouped = q.reshape(B, self.num_kv_heads, -1, self.head_dim)  # [B, K, G, H]
         out = F.scaled_dot_product_attention(grouped, k, v, rows.mask, scale=self.scale)
@@ -108,11 +109,14 @@ class TorchAttention(AttentionBackend):
         return out[0].transpose(0, 1)
 
     def plan(self, metadata: AttentionMetadata, dtype: torch.dtype, token_bytes: int) -> Plan:
-        """Slots and masks from block tables and lengths."""
+        """Slots and masks from block tables and lengths. dtype: of the masks. token_bytes: a token's keys."""
         return Plan(metadata, self.decode_rows(metadata, dtype, token_bytes), self.prefill_rows(metadata, dtype))
 
     def decode_rows(self, metadata: AttentionMetadata, dtype: torch.dtype, token_bytes: int) -> list[DecodeRows]:
-        """The decode rows, in parts whose gathered keys stay below `GATHER_BYTES`: that bounds the memory."""
+        """The decode rows, in parts whose gathered keys stay below `GATHER_BYTES`: that bounds the memory.
+
+        Contexts 3 and 5: the rows gather positions 0 1 2 2 2 and 0 1 2 3 4, and the mask hides the last two of row 0.
+        """
         lens = metadata.context_lens[: metadata.num_decodes, None].long()
         # A padded row has no block, so not even the first entry of its table may be looked up: it reads slot 0 instead.
         padded, lens = lens == 0, lens.clamp(min=1)
@@ -147,7 +151,7 @@ class TorchAttention(AttentionBackend):
         return rows
 
     def slots(self, block_tables: Tensor, positions: Tensor) -> Tensor:
-        """Slots [B, S] of positions [B, S]. Block size 16, table (7, 2, 9): position 35 -> 9 * 16 + 35 % 16 = 147."""
+        """Slots of positions, both [B, any]. Block size 16, table (7, 2, 9): position 35 -> 9 * 16 + 35 % 16 = 147."""
         blocks = block_tables.long().gather(1, positions // self.block_size)
         return blocks * self.block_size + positions % self.block_size
 

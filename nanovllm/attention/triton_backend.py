@@ -76,6 +76,8 @@ class TritonAttention(AttentionBackend):
         tile = self.tile(k_cache.dtype)
         splits = self.num_splits(rows, q.device)
         out = q.new_empty(rows, N, H)
+        # What the splits of a context leave to be merged: their results and log2 of their softmax sums. With one split
+        # nothing is left, but the kernel still wants a pointer.
         part = q.new_empty((rows, N, splits, H), dtype=torch.float32) if splits > 1 else out
         lse = q.new_empty((rows, N, splits), dtype=torch.float32) if splits > 1 else out
         decode_kernel[(self.num_kv_heads, splits, rows)](
@@ -94,7 +96,7 @@ class TritonAttention(AttentionBackend):
         """Any number of query tokens per row, for the rows behind the decodes: q [T, N, H] -> out [T, N, H]."""
         check_layout(q, out, k_cache, v_cache)
         rows = metadata.context_lens.shape[0] - metadata.num_decodes
-        narrow = k_cache.dtype.itemsize == 2 and self.padded_dim <= 128
+        narrow = k_cache.dtype.itemsize == 2 and self.padded_dim <= 128  # then larger tiles fit
         queries = 64 if narrow else 32
         prefill_kernel[(-(-metadata.max_query_len // queries), self.num_heads, rows)](
             q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q, out,

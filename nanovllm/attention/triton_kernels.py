@@ -83,8 +83,8 @@ def online_softmax(scores, v, row_max, row_sum, acc):
 
     When a tile raises the maximum of a row from m to m', everything summed so far is too large by 2^(m' - m); it is
     shrunk by that factor and the tile is added. (Milakov and Gimelshein 2018; the heart of flash attention.)
-    Every tile that is passed in holds at least one visible key for the first tile of a row, so row_max is finite
-    from the first call on and no -inf is subtracted from another.
+    The first tile of a row holds at least one key that the row sees, so row_max is finite from the first call on and
+    -inf is never subtracted from -inf.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shrink = tl.exp2(row_max - new_max)

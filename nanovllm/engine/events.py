@@ -19,7 +19,7 @@ class BlockEventKind(StrEnum):
     ALLOCATE = "allocate"  # a free block is taken by a sequence, its content is no longer of use: ref_count 0 -> 1
     REUSE = "reuse"  # a prefix hit: a sequence takes a block whose content is what it needs: ref_count n -> n + 1
     CACHE = "cache"  # the block is full and findable by its hash from now on
-    EVICT = "evict"  # the content of a findable block is given up (always before the block's ALLOCATE)
+    EVICT = "evict"  # a findable block's content is given up: right before its ALLOCATE, or after a failed step
     RELEASE = "release"  # a sequence lets go of the block: ref_count n -> n - 1; at 0 the block is free
 
 
@@ -28,7 +28,7 @@ class BlockEvent(NamedTuple):
 
     kind: BlockEventKind
     block_id: int
-    seq_id: int | None  # the sequence that took, filled or let go of the block; None for EVICT
+    seq_id: int | None  # who took, filled or let go of the block; None for EVICT and when a failed step resets the pool
     ref_count: int  # after the event
 
 

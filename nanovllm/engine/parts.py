@@ -2,8 +2,8 @@
 
 A seam is named after what it replaces in the shipped engine: ``"Sampler"`` replaces the whole class, and
 ``"BlockManager.allocate"`` replaces one method (a plain function whose first argument is `self`). The engine builds
-every component through `Parts.resolve`, at construction (a `Sequence` when its request comes); afterwards an engine with
-replacements and one without run the same code path, so a seam costs nothing in a step.
+every component through `Parts.resolve`, at construction (a `Sequence` when its request comes); afterwards an engine
+with replacements and one without run the same code path, so a seam costs nothing in a step.
 
     parts = Parts({"BlockManager.allocate": my_allocate, "Sampler": MySampler})
     LLM(path, parts=parts)          # explicitly

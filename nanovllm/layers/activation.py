@@ -11,7 +11,7 @@ class SiluAndMul(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernel: Callable[[Tensor], Tensor] | None = None  # a fused stand-in for `forward`, on a GPU
+        self.kernel: Callable[[Tensor], Tensor] | None = None  # a faster stand-in, see models/prepare.py and fuse.py
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kernel is not None:

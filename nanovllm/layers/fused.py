@@ -1,8 +1,8 @@
 """Small operators of a layer, each as one Triton kernel: a GPU spends more time on their traffic than on their sums.
 
-Every function here has a plain twin of the same result in the layer that it serves; `install` hands them to the layers
-of a model on a GPU. A layer that somebody replaced keeps its own code: only the shipped classes know the `kernel`
-attribute that is set. All statistics are float32, and values are rounded where the plain code rounds them.
+Every function here has a plain twin of the same result in the layer that it serves; `models.fuse.install_fused` hands
+them to the layers of a model on a GPU. A layer that somebody replaced keeps its own code: only the shipped classes are
+given one. All statistics are float32, and values are rounded where the plain code rounds them.
 
 Letters: T tokens, N heads, K kv heads, H head dim, D model dim, F mlp dim, S sampled rows, V vocabulary.
 """

@@ -16,7 +16,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
-        self.kernel: Callable[..., Any] | None = None  # a fused stand-in for `forward`, on a GPU
+        self.kernel: Callable[..., Any] | None = None  # a faster stand-in, see models/prepare.py and fuse.py
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@ A column-parallel layer holds some of the outputs and needs no communication; a 
 inputs, and its partial outputs are summed over the ranks. One after the other they need a single all-reduce.
 
 Every parameter carries `weight_loader(param, loaded, shard_id)`, which copies this rank's part of a whole checkpoint
-tensor, and `full_shapes`, the shape of that whole tensor per shard id (None where nothing is merged).
+tensor, and `full_shapes`, the shape of that whole tensor per shard id. A shard id says which of several checkpoint
+tensors it is that one parameter holds: "q", "k" or "v", say; None where nothing is merged.
 """
 
 from collections.abc import Callable
@@ -30,8 +31,8 @@ def new_parameter(shape: tuple[int, ...], weight_loader: Callable[..., None], fu
 class ReplicatedLinear(nn.Module):
     """x [..., in] -> x @ weight.T + bias [..., out]; every rank holds all of it. Base of the layers below.
 
-    `sizes` are the whole output sizes per shard id (one entry, None, unless the layer merges several products), and
-    `in_size`, `out_size` what this rank holds.
+    The layers below call `_build` instead of this constructor. Its `sizes` are the whole output sizes per shard id (one
+    entry, None, unless the layer merges several products), and `in_size`, `out_size` what this rank holds.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, tp: TPGroup = ALONE) -> None:
@@ -42,7 +43,7 @@ class ReplicatedLinear(nn.Module):
         self, in_features: int, sizes: dict[Any, int], in_size: int, out_size: int, bias: bool, tp: TPGroup
     ) -> None:
         self.tp = tp
-        self.product: Callable[[Tensor], Tensor] | None = None  # a faster stand-in for weight and bias
+        self.product: Callable[[Tensor], Tensor] | None = None  # a faster stand-in, see models/prepare.py and fuse.py
         shapes: Shapes = {key: (out, in_features) for key, out in sizes.items()}
         self.weight: nn.Parameter | None = new_parameter((out_size, in_size), self.weight_loader, shapes)
         self.bias: nn.Parameter | None = None
@@ -50,6 +51,7 @@ class ReplicatedLinear(nn.Module):
             self.bias = new_parameter((out_size,), self.weight_loader, {key: (out,) for key, out in sizes.items()})
 
     def weight_loader(self, param: nn.Parameter, loaded: Tensor, shard_id: Any = None) -> None:
+        """Copy this rank's part of `loaded`, a whole weight [out, in] or bias [out], to its place in `param`."""
         param.data.copy_(loaded)
 
     def inner_bias(self) -> Tensor | None:
@@ -68,7 +70,10 @@ class ReplicatedLinear(nn.Module):
 
 
 class ColumnParallelLinear(ReplicatedLinear):
-    """Rank r of n holds rows [r * out / n, (r + 1) * out / n) of the weight, that is, its share of the outputs."""
+    """Rank r of n holds rows [r * out / n, (r + 1) * out / n) of the weight, that is, its share of the outputs.
+
+    The plain case. The models here use the two below, which do the same for several products at once.
+    """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, tp: TPGroup = ALONE) -> None:
         nn.Module.__init__(self)
@@ -86,9 +91,7 @@ class MergedColumnParallelLinear(ReplicatedLinear):
     rows 4 to 7 of the second.
     """
 
-    def __init__(
-        self, in_features: int, out_features: list[int], bias: bool = False, tp: TPGroup = ALONE
-    ) -> None:
+    def __init__(self, in_features: int, out_features: list[int], bias: bool = False, tp: TPGroup = ALONE) -> None:
         nn.Module.__init__(self)
         self.shares = [tp.share(size, "output features") for size in out_features]
         self._build(in_features, dict(enumerate(out_features)), in_features, sum(self.shares), bias, tp)

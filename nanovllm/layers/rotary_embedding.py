@@ -21,6 +21,7 @@ class Llama3Scaling:
     original_max_position: int
 
     def apply(self, inv_freq: Tensor) -> Tensor:
+        """Frequencies [H/2], in radians per position, with the slow ones slowed down."""
         turns = self.original_max_position * inv_freq / (2 * math.pi)  # full turns within the first training length
         keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         keep = keep.clamp(0, 1)

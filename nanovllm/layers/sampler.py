@@ -18,7 +18,7 @@ class Sampler(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernel: Callable[..., Tensor] | None = None  # a fused stand-in for `forward`, on a GPU
+        self.kernel: Callable[..., Tensor] | None = None  # a faster stand-in on a GPU, see models/fuse.py
 
     def forward(
         self,

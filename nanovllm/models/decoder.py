@@ -46,7 +46,8 @@ class Attention(nn.Module):
         self.o_proj = resolve(RowParallelLinear)(
             config.num_heads * config.head_dim, config.hidden_size, bias=output_bias, tp=tp
         )
-        self.rotate_and_store: Callable[..., Tensor] | None = None  # norms, rotation and store in one, on a GPU
+        # Norms, rotation and store in one, where models/prepare.py (CPU) or models/fuse.py (GPU) puts it.
+        self.rotate_and_store: Callable[..., Tensor] | None = None
         self.qk_norm = family.qk_norm
         if self.qk_norm:
             self.q_norm = resolve(RMSNorm)(config.head_dim, config.rms_norm_eps)
@@ -183,7 +184,7 @@ class DecoderForCausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config = ModelConfig.from_hf(hf_config)
-        _, self.num_kv_heads = config.heads_on_rank(tp)
+        _, self.num_kv_heads = config.heads_on_rank(tp)  # of this rank; `config` has those of the whole model
         self.num_layers, self.head_dim, self.vocab_size = config.num_layers, config.head_dim, config.vocab_size
         self.model = Decoder(config, type(self), tp, attention, max_position or config.max_position, resolve)
         self.lm_head = resolve(ParallelLMHead)(config.vocab_size, config.hidden_size, tp=tp)

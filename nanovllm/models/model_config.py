@@ -1,4 +1,5 @@
-"""ModelConfig: the facts of a `config.json` that the models need, checked; every other detail is refused by name.
+"""ModelConfig: the facts of a `config.json` that the models need, checked. What would change the result and is not
+implemented (another activation, a sliding window, other rope scalings, …) is refused by name.
 
 It reads the attributes that transformers 4.51 to 5.x give a configuration: `rope_theta` with `rope_scaling`, or
 `rope_parameters`; `head_dim`, or none.

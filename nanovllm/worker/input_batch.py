@@ -190,8 +190,9 @@ def pad_tables(seqs: list[Sequence]) -> NDArray[np.int32]:
 class InputBatch:
     """The tensors of one step on the device; the argument of everything that follows. Nothing changes it.
 
-    input_ids, positions: [T]. attn_metadata: where keys go and who sees them. logits_indices: [S], the rows of the
-    hidden states whose next token is wanted. temperatures: [S]. needs_noise: False if all of them are at most 1e-5.
+    input_ids [T]: the tokens to compute; positions [T]: where each stands in its sequence. attn_metadata: where keys go
+    and who sees them. logits_indices [S]: of the T tokens those whose next token is wanted. temperatures [S]: one for
+    each of them. needs_noise: False if all temperatures are at most 1e-5.
     """
 
     input_ids: Tensor
