@@ -58,6 +58,12 @@ def make_dashboard(panels: Panels, recorder: Recorder, decode: Decode | None) ->
     return Dashboard([make_view(panel) for panel in chosen], recorder)
 
 
+def require_engine(source: Any, who: str) -> None:
+    """Raises TypeError for what is no engine, before anything is queued or drawn."""
+    if isinstance(source, type) or not (hasattr(source, "add_step_hook") and hasattr(source, "snapshot")):
+        raise TypeError(f"{who}, got {source!r:.80}")
+
+
 def decoder_of(llm: Any) -> Decode | None:
     """The text of a token id by the engine's own tokenizer, if it has one."""
     tokenizer = getattr(llm, "tokenizer", None)
@@ -202,6 +208,7 @@ class live:  # noqa: N801 (read as a statement: `with live(llm):`)
         self, llm: Engine, panels: Panels = DEFAULT_PANELS, *, fps: float = 4.0, share: float = 0.02,
         recorder: Recorder | None = None, decode: Decode | None = None, key: Any = "nanovllm.viz.live",
     ) -> None:  # fmt: skip
+        require_engine(llm, "live() shows an engine, as in `with live(llm):`")
         self.llm, self.key = llm, key
         self.recorder = recorder or Recorder()
         self.dashboard = make_dashboard(panels, self.recorder, decode or decoder_of(llm))

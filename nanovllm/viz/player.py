@@ -24,6 +24,7 @@ from nanovllm.viz.live import (
     decoder_of,
     is_live,
     make_dashboard,
+    require_engine,
     shell_with_kernel,
 )
 from nanovllm.viz.recorder import Decode, Engine, Recorder
@@ -77,6 +78,8 @@ class Player:
         panels: Panels = DEFAULT_PANELS, speed: float = 0.0, paused: bool = False, max_steps: int | None = None,
         keep: int = 1024, fps: float = 4.0, share: float = 0.02, decode: Decode | None = None,
     ) -> None:  # fmt: skip
+        if not isinstance(source, Recorder):
+            require_engine(source, "a player plays an engine or a recorder (of a file: Player(Recorder.load(path)))")
         self.llm = None if isinstance(source, Recorder) else source
         if self.llm is None and prompts is not None:
             raise ValueError("a recorded run takes no prompts")

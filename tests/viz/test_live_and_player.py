@@ -181,3 +181,11 @@ def test_a_loaded_run_plays_from_its_first_step(tmp_path: Path) -> None:
     assert player.step(100).cursor == last and player.is_over and player.back().cursor == last - 1
     with pytest.raises(ValueError, match="takes no prompts"):
         Player(recorder, [[1]])
+
+
+@pytest.mark.parametrize("wrong", [5, None, "run.jsonl", object(), Recorder], ids=repr)
+def test_what_is_no_engine_is_refused_by_name(wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"live\(\) shows an engine.*, got "):
+        live(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"plays an engine or a recorder .*Recorder.load\(path\).*, got "):
+        Player(wrong)  # type: ignore[arg-type]
