@@ -4,13 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import Parts
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.events import FinishReason
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.sampler import Sampler
 from nanovllm.sampling_params import SamplingParams
-from tests.engine.fake import FakeConfig
+from tests.engine.fake import FakeConfig, check_invariants
 from tests.faults.engines import PROMPTS, assert_whole, build, cold
 
 
@@ -20,6 +23,16 @@ def scheduled(count: int = 2) -> tuple[Scheduler, list[Sequence]]:
     for number in range(count):
         scheduler.add(Sequence([number + 1] * 5, SamplingParams(max_tokens=9), block_size=4))
     return scheduler, scheduler.schedule()[0]
+
+
+def test_numbers_are_never_given_twice() -> None:
+    scheduler = Scheduler(FakeConfig())
+    numbers = [scheduler.add(Sequence([1], block_size=4, seq_id=seq_id)) for seq_id in (-1, 7, -1, 3, -1)]
+    assert numbers == [0, 7, 8, 3, 9]
+
+
+def test_a_tokenizer_without_an_end_token_adds_none() -> None:
+    assert Scheduler(FakeConfig(eos=-1, stop_token_ids=(5,))).stop_token_ids == {5}
 
 
 def test_a_plan_without_rows_would_never_end() -> None:
@@ -80,6 +93,23 @@ def test_a_row_that_caught_up_has_a_token() -> None:
         scheduler.postprocess(seqs, [3, None], True)
 
 
+def test_after_a_failed_step_those_that_are_left_start_over_in_their_order() -> None:
+    """One has ended in the part of the step that came to pass, one is given up, the others wait with empty hands."""
+    scheduler, seqs = scheduled(3)
+    late = Sequence([9], block_size=4)
+    scheduler.add(late)
+    seqs[0].sampling_params.max_tokens = 1
+    with pytest.raises(AssertionError, match="no token was sampled"):
+        scheduler.postprocess(seqs, [3, 3, None], True)
+    scheduler.recover({seqs[1].seq_id})
+    assert [seq.finish_reason for seq in seqs] == [FinishReason.LENGTH, FinishReason.ABORT, None]
+    assert list(scheduler.waiting) == [seqs[2], late] and scheduler.running == []
+    check_invariants(scheduler)
+    scheduler.running.append(late)  # by a method that forgot to take it out of the other queue
+    scheduler.recover(set())
+    assert list(scheduler.waiting) == [seqs[2], late] and scheduler.running == []
+
+
 @pytest.mark.parametrize("token_ids", [[3], [3, 4, 5], []])
 def test_every_row_has_one_token(token_ids: list[int | None]) -> None:
     scheduler, seqs = scheduled()
@@ -106,3 +136,52 @@ def test_blocks_are_given_once_and_taken_once() -> None:
     manager.free(seq)
     with pytest.raises(AssertionError, match=f"block {held} was freed more often than it was taken"):
         manager.release(held, 7)
+
+
+def test_a_hit_is_confirmed_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different content may have one hash; with a weak hash of somebody's own it soon has."""
+    monkeypatch.setattr(BlockManager, "hash_block", staticmethod(lambda parent_hash, token_ids: 5))
+    manager = BlockManager(9, 4)
+    one, other, same = (Sequence([number] * 4 + [9], block_size=4) for number in (1, 2, 1))
+    manager.allocate(one)
+    manager.cache_full_blocks(one, 4)
+    assert manager.match_prefix(other) == [] and manager.match_prefix(same) == [one.block_table[0]]
+
+
+def test_without_prefix_caching_nothing_is_kept_nor_looked_for() -> None:
+    manager, seq = BlockManager(4, 4, enable_prefix_caching=False), Sequence([1] * 9, block_size=4)
+    manager.allocate(seq)
+    manager.cache_full_blocks(seq, 8)
+    assert not manager.hash_to_block_id and not any(block.token_ids for block in manager.blocks)
+    assert manager.match_prefix(seq) == [] and not seq.block_hashes, "and no hash is computed"
+
+
+def test_a_block_that_can_be_found_is_found_by_one_content() -> None:
+    manager, seq = BlockManager(4, 4), Sequence([1] * 5, block_size=4)
+    manager.allocate(seq)
+    block = manager.blocks[seq.block_table[0]]
+    block.hash, manager.hash_to_block_id[77] = 77, block.block_id
+    manager.cache_full_blocks(seq, 4)
+    assert block.hash == 77 and manager.hash_to_block_id == {77: block.block_id}
+
+
+def test_a_sequence_without_blocks_has_no_progress_either() -> None:
+    manager, seq = BlockManager(4, 4), Sequence([1] * 5, block_size=4)
+    manager.allocate(seq)
+    manager.cache_full_blocks(seq, 4)
+    seq.num_computed_tokens = 5
+    manager.free(seq)
+    assert (seq.block_table, seq.num_hashed_blocks, seq.num_computed_tokens) == ((), 0, 0)
+
+
+def test_a_sampler_is_never_asked_for_nothing(tiny_model_dir: Path) -> None:
+    """A step may hold nothing but a chunk of a prompt; a sampler of somebody's own need not expect no rows."""
+    asked: list[int] = []
+
+    def forward(self: Sampler, logits: torch.Tensor, *others: Any) -> torch.Tensor:
+        asked.append(len(logits))
+        return logits.argmax(-1)
+
+    with build(tiny_model_dir, Parts({"Sampler.forward": forward}), max_num_batched_tokens=8) as llm:
+        llm.generate([[5] * 30], cold(2), use_tqdm=False)
+        assert llm.step_count == 5 and asked == [1, 1]
