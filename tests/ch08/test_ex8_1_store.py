@@ -21,6 +21,7 @@ def run(
     generator = torch.Generator().manual_seed(answer.rng.randrange(2**31))
     k = torch.randn(len(slots), kv_heads, head_dim, generator=generator)
     v = torch.randn(len(slots), kv_heads, head_dim, generator=generator)
+    k[0, 0, 0] = v[-1, -1, -1] = 0.0
     if strided:
         both = torch.cat([torch.zeros(len(slots), 1, head_dim), k, v], 1)
         k, v = both[:, 1 : 1 + kv_heads], both[:, 1 + kv_heads :]
@@ -47,6 +48,22 @@ def test_contract__in_place(answer: Answer) -> None:
     run(answer, [3, 0])
 
 
+def test_contract__one_program_a_token(answer: Answer) -> None:
+    """Program t of the kernel stores token t, and no other; PADDED is as large as WIDTH needs."""
+    if not answer.parts:
+        return  # the shipped kernel takes other arguments
+    run(answer, [5, 0, 2])
+    k, caches = torch.arange(1.0, 19.0).reshape(3, 2, 3), [torch.full((2, 4, 2, 3), EMPTY) for _ in range(2)]
+    slots, expected = torch.tensor([5, 0, 2]), [cache.clone() for cache in caches]
+    for programs in (1, 3):
+        answer.note(f"store_kernel[({programs},)] for 3 tokens of 2 x 3 numbers, slots {slots.tolist()}")
+        answer.store_kernel[(programs,)](k, -k, *caches, slots, WIDTH=6, PADDED=8)
+        for token in range(programs):
+            expected[0].view(8, 2, 3)[slots[token]] = k[token]
+            expected[1].view(8, 2, 3)[slots[token]] = -k[token]
+        answer.equal(caches, expected)
+
+
 def test_example__slot_9(answer: Answer) -> None:
     """Slot 9 in blocks of 4 is place 1 of block 2."""
     run(answer, [9], kv_heads=1, head_dim=2)
@@ -62,12 +79,13 @@ def test_oracle__any_slots(answer: Answer) -> None:
 def test_boundary__padding_writes_nothing(answer: Answer) -> None:
     """A token with slot -1 writes nowhere, neither in front of the cache nor at its end."""
     run(answer, [5, -1, 7, -1])
+    run(answer, [-1, 6])
     run(answer, [-1, -1])
 
 
 def test_boundary__odd_widths(answer: Answer) -> None:
     """Widths that are no powers of two do not spill into the next slot."""
-    for kv_heads, head_dim in ((3, 5), (1, 3), (3, 64)):
+    for kv_heads, head_dim in ((3, 5), (1, 3), (3, 64), (9, 160)):
         run(answer, [2, 0, 3], kv_heads=kv_heads, head_dim=head_dim)
 
 
@@ -79,6 +97,28 @@ def test_boundary__first_and_last_slot(answer: Answer) -> None:
 def test_boundary__views(answer: Answer) -> None:
     """Keys and values that come as views of a larger tensor are stored as well."""
     run(answer, [4, 11, 0], strided=True)
+
+
+def test_boundary__many_tokens(answer: Answer) -> None:
+    """A long prompt has more tokens than a decode step has rows: as many programs as tokens."""
+    run(answer, answer.rng.sample(range(400), 150), kv_heads=1, head_dim=2, num_blocks=100)
+
+
+def test_boundary__slots_beyond_32_bits(answer: Answer) -> None:
+    """slot * WIDTH may exceed 32 bits."""
+    half = 1 << 31
+    try:
+        memory = torch.empty(2 * half + 4096, dtype=torch.uint8)  # taken, and touched in a few places only
+    except RuntimeError:
+        return  # a machine, or a limit, that has no such addresses to give
+    # The caches begin in the middle: what wraps around lands in the half in front of it, and does no harm.
+    caches = [memory[half + at :][: half + 2048].view(-1, 4, 2, 4) for at in (0, 32)]
+    slot = (half + 128) // 8
+    answer.note(f"one token of 2 x 4 numbers, a byte each, slot {slot}: it begins at element 2 ** 31 + 128")
+    k = torch.arange(1, 9, dtype=torch.uint8).reshape(1, 2, 4)
+    attention = answer.parts.resolve(TritonAttention)(2, 2, 4, 1.0, 4)
+    attention.store(k, k + 10, *caches, torch.tensor([slot]))
+    answer.equal((caches[0][slot // 4, slot % 4], caches[1][slot // 4, slot % 4]), (k[0], k[0] + 10))
 
 
 def test_boundary__one_token(answer: Answer) -> None:

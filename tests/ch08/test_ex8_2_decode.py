@@ -6,10 +6,13 @@ import torch
 
 from nanovllm.attention.triton_backend import TritonAttention
 from nanovllm.workbook.grading import Answer
-from nanovllm.workbook.oracles.pages import Pages
+from nanovllm.workbook.oracles.pages import Launches, Pages, launches
 
 CLOSE = 1e-4  # float32 sums over a few dozen products
 SCALE = 0.37
+
+
+FILLER = 7.0  # what stands where nothing may be written
 
 
 def run(answer: Answer, pages: Pages, scale: float = SCALE, strided: bool = False) -> Any:
@@ -32,7 +35,27 @@ def test_contract__shape_and_inputs(answer: Answer) -> None:
     answer.require(isinstance(got, torch.Tensor), f"a {type(got).__name__}", "a tensor")
     answer.equal((list(got.shape), got.dtype), ([2, 4, 4], torch.float32))
     answer.equal((pages.q, pages.k_cache, pages.v_cache), before, "It may not change its inputs.")
-    answer.equal(run(answer, pages), got, "Asked again, it answers the same.")
+    kept = got.clone()
+    run(answer, Pages(answer, [7, 3], heads=4, kv_heads=2))
+    answer.equal(got, kept, "Each call makes a result of its own: a later one leaves it alone.")
+
+
+def test_contract__a_program_for_each_row_and_head(answer: Answer) -> None:
+    """Program (row, head) of the kernel writes the H numbers of its own result, zeros for a padded row."""
+    if not answer.parts:
+        return  # the shipped kernel takes other arguments
+    pages = Pages(answer, [5, 0, 3], head_dim=3)
+    run(answer, pages)
+    expected = torch.full((3 * 2 * 3 + 8,), FILLER)
+    out = expected.clone()
+    for grid, written in (((1, 1), 1), ((3, 2), 6)):
+        answer.note(f"decode_kernel[{grid}] on an output full of {FILLER}, SIZE=16, PADDED=4")
+        answer.decode_kernel[grid](
+            pages.q, pages.k_cache, pages.v_cache, pages.tables, pages.context_lens, out, pages.tables.stride(0), SCALE,
+            N=2, K=1, H=3, BLOCK_SIZE=4, SIZE=16, PADDED=4,
+        )  # fmt: skip
+        expected[: 3 * written] = pages.expected(SCALE).flatten()[: 3 * written]
+        answer.equal(out, expected, tolerance=CLOSE)
 
 
 def test_example__five_tokens(answer: Answer) -> None:
@@ -54,8 +77,20 @@ def test_oracle__heads_share(answer: Answer) -> None:
 
 def test_oracle__blocks_of_all_sizes(answer: Answer) -> None:
     """Blocks smaller and larger than a tile."""
-    for block_size in (1, 2, 8, 64):
+    for block_size in (1, 3, 8, 64):
         compare(answer, [19, 4], block_size=block_size)
+
+
+def test_boundary__tiles_are_powers_of_two(answer: Answer) -> None:
+    """A tile's size is a power of two, whatever the size of a block and of a head."""
+    pages = Pages(answer, [7], block_size=3, head_dim=5)
+    attention = answer.parts.resolve(TritonAttention)(2, 1, 5, SCALE, 3)
+    if not answer.parts:
+        return  # the shipped kernel has tiles of other names
+    spy: Launches
+    with launches(type(attention).decode, "decode_kernel") as spy:
+        attention.decode(pages.q, pages.k_cache, pages.v_cache, pages.tables, pages.context_lens)
+    spy.check_tiles(answer, "SIZE", "PADDED")
 
 
 def test_boundary__the_last_tile(answer: Answer) -> None:
@@ -71,6 +106,14 @@ def test_boundary__large_scores(answer: Answer) -> None:
         pages.q *= 400 * sign
         answer.note(f"q is multiplied by {400 * sign:g}")
         answer.equal(run(answer, pages), pages.expected(SCALE), tolerance=1e-2)
+
+
+def test_boundary__low_scores(answer: Answer) -> None:
+    """Every score is far below 0: the largest of them is still the one that counts."""
+    pages = Pages(answer, [19])
+    pages.make_scores_low()
+    answer.note("every score is below -20,000")
+    answer.equal(run(answer, pages), pages.expected(SCALE), tolerance=1e-2)
 
 
 def test_boundary__rising_scores(answer: Answer) -> None:
@@ -93,8 +136,24 @@ def test_boundary__padded_rows(answer: Answer) -> None:
 
 def test_boundary__odd_head_dims(answer: Answer) -> None:
     """Head dims that are no powers of two."""
-    for head_dim in (3, 5, 12):
-        compare(answer, [6, 20], head_dim=head_dim, heads=3, kv_heads=1)
+    for head_dim in (3, 12, 160):
+        compare(answer, [6, 20], head_dim=head_dim, heads=1, kv_heads=1)
+
+
+def test_boundary__half_precision(answer: Answer) -> None:
+    """The result has the number format of q."""
+    pages = Pages(answer, [9, 4])
+    pages.halve()
+    answer.note("everything in float16")
+    answer.equal(run(answer, pages), pages.expected(SCALE), tolerance=1e-2)
+
+
+def test_boundary__tables_in_wider_ones(answer: Answer) -> None:
+    """Tables that are a view of wider ones: a row begins `stride(0)` elements behind the one before."""
+    pages = Pages(answer, [5, 18, 2])
+    pages.widen_tables()
+    answer.note("block_tables is the left half of a tensor")
+    answer.equal(run(answer, pages), pages.expected(SCALE), tolerance=CLOSE)
 
 
 def test_boundary__a_view_of_q(answer: Answer) -> None:

@@ -1,6 +1,10 @@
-"""Pages of keys and values for kernels, and attention over them number by number."""
+"""Pages of keys and values for kernels, attention over them number by number, and what a launch looks like."""
 
+import inspect
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,18 +52,73 @@ class Pages:
             self.keys.append(k)
             self.values.append(v)
 
+    def make_scores_low(self) -> None:
+        """Queries and keys for which every score is far below 0: some -30,000 at a scale of 0.37."""
+        self.q.abs_().add_(1.0).mul_(20_000.0)
+        for keys in (self.k_cache, *self.keys):
+            keys.abs_().add_(1.0).neg_()
+
+    def halve(self) -> None:
+        """Everything in float16."""
+        self.q, self.k_cache, self.v_cache = self.q.half(), self.k_cache.half(), self.v_cache.half()
+        self.keys, self.values = [k.half() for k in self.keys], [v.half() for v in self.values]
+
+    def widen_tables(self) -> None:
+        """Tables that are a view of wider ones, so that a row begins further behind the one before than it is wide."""
+        self.tables = torch.cat([self.tables, torch.zeros_like(self.tables)], 1)[:, : self.tables.shape[1]]
+
+    def attend(self, row: int, head: int, scale: float, start: int, stop: int) -> tuple[list[float], float]:
+        """Attention of one query over the positions start to stop - 1, in Python numbers, and log(sum(exp(score)))."""
+        keys = self.keys[row][start:stop, head // self.group].tolist()
+        values = self.values[row][start:stop, head // self.group].tolist()
+        query = self.q[row, head].tolist()
+        scores = [scale * sum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
+        if not scores:
+            return [0.0] * len(query), -math.inf
+        weights = [math.exp(score - max(scores)) for score in scores]
+        summed = [sum(w * value[i] for w, value in zip(weights, values, strict=True)) for i in range(len(query))]
+        return [number / sum(weights) for number in summed], max(scores) + math.log(sum(weights))
+
     def expected(self, scale: float) -> Tensor:
-        """[B, N, H]: every row, head and key by itself, in Python numbers; zeros for a row without context."""
-        out = torch.zeros_like(self.q)
-        for row, context in enumerate(self.contexts):
-            for head in range(self.q.shape[1]):
-                keys = self.keys[row][:, head // self.group].tolist()
-                values = self.values[row][:, head // self.group].tolist()
-                query = self.q[row, head].tolist()
-                scores = [scale * sum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
-                if context:
-                    weights = [math.exp(score - max(scores)) for score in scores]
-                    for i in range(len(query)):
-                        summed = sum(w * value[i] for w, value in zip(weights, values, strict=True))
-                        out[row, head, i] = summed / sum(weights)
-        return out
+        """[B, N, H]: every row, head and key by itself; zeros for a row without context."""
+        heads = range(self.q.shape[1])
+        rows = [
+            [self.attend(row, head, scale, 0, context)[0] for head in heads]
+            for row, context in enumerate(self.contexts)
+        ]
+        return torch.tensor(rows).to(self.q.dtype)
+
+
+class Launches:
+    """Stands for a kernel, starts it, and keeps what it was started with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.calls: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
+            names = list(inspect.signature(self.kernel.fn).parameters)
+            self.calls.append({**dict(zip(names, args, strict=False)), **options})
+            return self.kernel[grid](*args, **options)
+
+        return launch
+
+    def check_tiles(self, answer: Answer, *names: str) -> None:
+        """Reject constants that no GPU takes: the interpreter has no mind of its own there."""
+        for call in self.calls:
+            for name in names:
+                size = call[name]
+                answer.require(size > 0 and size & (size - 1) == 0, f"{name}={size}", f"a power of two for {name}",
+                               "A tile's size is a power of two; a GPU takes no other.")  # fmt: skip
+
+
+@contextmanager
+def launches(method: Any, name: str) -> Iterator[Launches]:
+    """The launches of kernel `name` by a learner's method, while the block runs."""
+    spy = Launches(method.__globals__[name])
+    method.__globals__[name] = spy
+    try:
+        yield spy
+    finally:
+        method.__globals__[name] = spy.kernel
