@@ -64,7 +64,7 @@ class ChatTemplate:
         return str(reply["text"])
 
     def _ask(self, request: bytes) -> dict[str, Any] | int:
-        """What the helper answers, or how it ended."""
+        """What the helper answers; its exit status (-n: killed by signal n) if it ended instead."""
         if self._helper is None:
             request = json.dumps({"template": self.text, "variables": self.variables}).encode() + b"\n" + request
             self._start()

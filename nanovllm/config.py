@@ -26,11 +26,12 @@ class Config(ReprHTML):
     model: folder of a model in Hugging Face's layout.
     max_num_batched_tokens: tokens computed in one step at most (the token budget); it bounds prefill.
     max_num_seqs: sequences resident at a time, half-prefilled ones included; it bounds decode.
-    max_model_len: prompt plus generated tokens of one sequence; cut to what the model was trained for.
+    max_model_len: prompt plus generated tokens of one sequence (a prompt that long still gets one token); cut to what
+        the model was trained for.
     gpu_memory_utilization: share of the GPU's memory that weights, activations and KV cache may take together.
     tensor_parallel_size: processes (GPUs) that share every layer, 1 to 8.
     enforce_eager: never capture CUDA graphs.
-    hf_config: the model's own configuration; read from `model` unless given.
+    hf_config: the model's own configuration, as transformers reads it; from the folder `model` unless given.
     eos: the tokenizer's end token, filled in by the engine; -1 where it has none.
     kvcache_block_size: tokens in one KV block, a multiple of 256 (what flash-attn's paged kernels want). Naming a
         backend without that limit (`attention_backend="torch"` or `"triton"`) also allows smaller powers of two.

@@ -15,15 +15,15 @@ class TextPieces:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.start = 0  # tokens before it only give context no longer needed
+        self.start = 0  # tokens before it are not decoded again; from here to `read` they are, as context
         self.read = 0  # tokens whose text was handed out
-        self.sent = ""
+        self.sent = ""  # that text
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def push(self, token_ids: list[int], is_last: bool) -> str:
-        """The text that the new tokens add; "" while a character is incomplete.
+        """The text that the new tokens add; "" while a character is incomplete. token_ids: all tokens so far.
 
         A tokenizer may write a token differently at the very beginning (a leading space), so the text of the tokens
         from `start` on is compared with and without the new ones. A replacement character at the end means that bytes

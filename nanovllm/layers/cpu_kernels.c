@@ -37,7 +37,8 @@ static int omp_get_max_threads(void) { return 1; }
 #define AT_ONCE 4   /* outputs, rows or heads whose sums are kept in registers */
 #define inline static inline __attribute__((always_inline))
 
-/* ---- sixteen numbers at a time; the compiler maps them to what the CPU has ---- */
+/* ---- sixteen numbers at a time; the compiler maps them to what the CPU has ----
+ * The digits count numbers, not bits: v16 is 16 floats, i16 and u16 are 16 integers of 32 bits, h16 of 16 bits. */
 
 typedef float v16 __attribute__((vector_size(64)));
 typedef float v8 __attribute__((vector_size(32)));

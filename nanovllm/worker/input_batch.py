@@ -122,7 +122,7 @@ class InputBatchBuilder:
         )
 
     def logits_indices(self, seqs: list[Sequence]) -> list[int]:
-        """Rows of the flat batch that give a logit: the last query of each sequence that catches up in this step.
+        """Which of the T tokens give logits: the last query of each sequence that catches up in this step.
 
         Three rows of 3, 2 and 4 queries, of which the second is a chunk with more to come: [2, 8].
         """

@@ -408,7 +408,7 @@ class RankGroup(JointLink):
         self.collectives.leave()
 
     def _die(self, death: NanoVLLMError) -> None:
-        """Without the other processes, whatever waits for one of them fails instead of waiting on."""
+        """End the other ranks: whatever waits for one of them then fails instead of waiting on."""
         with self._news:
             self._death = self._death or death
             for each in self._ranks:
@@ -418,6 +418,7 @@ class RankGroup(JointLink):
             self.collectives.leave()  # a kernel of rank 0 would wait on
 
     def _watch(self) -> None:
+        """The watching thread: takes what the pipes bring until the last of them has ended."""
         ranks: dict[Any, RankProcess] = {each.reports: each for each in self._ranks}
         while ranks:
             for reports in wait(list(ranks)):
