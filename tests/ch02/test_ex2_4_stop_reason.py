@@ -126,6 +126,23 @@ def test_boundary__preempted_in_between(answer: Answer) -> None:
     answer.equal(reason(answer, [5, 6, 7], max_tokens=3, resumed_with=2), LENGTH)
 
 
+def test_boundary__two_sequences_in_turns(answer: Answer) -> None:
+    """A scheduler is asked about many sequences, after each of their tokens: each answer is about now."""
+    scheduler = make_scheduler(answer, Options(eos=0)).raw
+    answer.note("A with max_tokens=2 generates 5, 6; B with max_tokens=4 generates 5, 6, 7, 0; asked after each token")
+    seqs = {
+        name: Sequence([9, 9], SamplingParams(max_tokens=most), block_size=4) for name, most in (("A", 2), ("B", 4))
+    }
+    for seq in seqs.values():
+        seat(scheduler, seq)
+    for name, token, expected in (("A", 5, None), ("B", 5, None), ("A", 6, LENGTH), ("B", 6, None), ("B", 7, None),
+                                  ("B", 0, STOP)):  # fmt: skip
+        seqs[name].append_token(token)
+        got = scheduler.stop_reason(seqs[name])
+        answer.note(f"{name} gets {token}: scheduler.stop_reason({name}) -> {got!r}")
+        answer.equal(got, expected)
+
+
 def test_oracle__token_by_token(answer: Answer) -> None:
     """The first token that is an end token, or fills one of the three limits, ends the sequence."""
     rng = answer.rng

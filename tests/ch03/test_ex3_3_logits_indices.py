@@ -67,6 +67,18 @@ def test_oracle__any_step(answer: Answer) -> None:
     answer.equal(ask(answer, many), slowly(many))
 
 
+def test_oracle__one_builder_for_many_steps(answer: Answer) -> None:
+    """Each step is a new question, also about the same sequences: a long prompt, its last chunk, then decodes."""
+    builder, seqs = make(answer, [(0, 4, 9), (0, 5, 5)])
+    for rows in ([(0, 4, 9), (0, 5, 5)], [(4, 3, 9), (5, 1, 6)], [(7, 2, 9), (6, 1, 7)], [(9, 1, 10), (7, 1, 8)]):
+        answer.note(f"(computed, scheduled, all tokens) now: {rows}")
+        for seq, (computed, scheduled, total) in zip(seqs, rows, strict=True):
+            seq.num_computed_tokens, seq.num_scheduled_tokens = computed, scheduled
+            while seq.num_tokens < total:
+                seq.append_token(7)
+        answer.equal(builder.logits_indices(seqs), slowly(rows))
+
+
 def test_boundary__a_chunk_gives_nothing(answer: Answer) -> None:
     """A chunk with more of its prompt to come gives no token."""
     answer.equal(ask(answer, [(0, 4, 9)]), [])

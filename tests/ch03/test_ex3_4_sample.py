@@ -108,6 +108,19 @@ def test_oracle__rows_are_independent(answer: Answer) -> None:
     answer.equal(together, 0.5, tolerance=2 * SLACK, rule="Two rows draw the same of two tokens in half of all cases.")
 
 
+def test_oracle__one_sampler_for_many_steps(answer: Answer) -> None:
+    """Each step has its own rows: what the step before was like does not matter."""
+    sampler = make(answer)
+    for values in ([1.0, 1e-6], [1e-6, 1.0], [1e-6, 4.0], [0.3, 1e-6]):
+        answer.note(f"{DRAWS} rows of logits (0, 1), temperatures {values} in turns")
+        ids = sampler.forward(
+            torch.tensor([0.0, 1.0]).expand(DRAWS, 2), torch.tensor(values).repeat(DRAWS // 2), generator(answer), True
+        )
+        for first, temperature in enumerate(values):
+            expected = softmax([0.0, 1.0], temperature) if temperature > 1e-5 else [0.0, 1.0]
+            answer.equal(shares(ids[first::2], 2), expected, tolerance=1.5 * SLACK)
+
+
 def test_boundary__cold_rows(answer: Answer) -> None:
     """At 1e-5 and below a row takes its largest logit, without noise, and without a NaN at any temperature."""
     sampler = make(answer)

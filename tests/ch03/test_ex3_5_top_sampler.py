@@ -111,6 +111,9 @@ def test_contract__one_sampler_for_many_steps(answer: Answer) -> None:
     answer.require(not torch.equal(*steps), "the same tokens in two steps", "new noise from the generator")
     got = sampler.forward(logits, temperatures, source, True, [answer.TopParams(top_k=1)] * 40)
     answer.equal(got, torch.zeros(40, dtype=torch.int64), "Every step has params of its own, here top_k=1.")
+    cold = torch.full((40,), 1e-6)
+    got = sampler.forward(logits, cold, source, True, [SamplingParams(temperature=1e-6)] * 40)
+    answer.equal(got, torch.zeros(40, dtype=torch.int64), "Every step has temperatures of its own, here 1e-6.")
 
 
 def test_example__forty_thirty_twenty_ten(answer: Answer) -> None:
