@@ -154,9 +154,11 @@ class ModelRunner:
         """Logits of all rows of a decode step, one query each."""
         metadata = batch.attn_metadata
         if not self.attention.capturable:
-            # Such a backend plans once for each metadata object and sizes its memory by the longest context. A recorded
-            # batch is one object for all of its steps, so every replay makes one of its own, with the length of today.
-            metadata = replace(metadata, max_context_len=int(metadata.context_lens.max()))
+            # Such a backend looks once at every metadata and slot mapping that it has not seen, for all layers, and
+            # sizes its memory by the longest context. A recorded batch has the same objects in every step, with other
+            # numbers in them: so each replay gets new ones (`[:]` is a new view), and the longest context of today.
+            slots, longest = metadata.slot_mapping[:], int(metadata.context_lens.max())
+            metadata = replace(metadata, slot_mapping=slots, max_context_len=longest)
         hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, metadata)
         return self.model.compute_logits(hidden)
 

@@ -91,3 +91,18 @@ def test_a_replay_knows_how_long_its_contexts_are(tiny_model_dir: Path) -> None:
         llm.model_runner.model.register_forward_pre_hook(look)
         assert tokens(llm, prompts) == expected
     assert seen == [(length, length) for length in (48, 49, 50, 51)]
+
+
+def test_a_row_that_ends_becomes_padding_in_the_next_replay(tiny_model_dir: Path) -> None:
+    """Six rows and then five in the graph of eight: the sixth writes nowhere, in the same buffers as before."""
+    lengths = [SamplingParams(temperature=1e-6, max_tokens=3 + i, ignore_eos=True) for i in range(6)]
+
+    def run(llm: LLM) -> list[list[int]]:
+        return [output["token_ids"] for output in llm.generate(PROMPTS[:6], lengths, use_tqdm=False)]
+
+    with build(tiny_model_dir, None, compile=False) as llm:
+        expected = run(llm)
+    recorder = Recorder()
+    with build(tiny_model_dir, recorder, compile=False) as llm:
+        assert run(llm) == expected
+        assert recorder.replayed == [8, 8, 8, 4, 4, 2, 1]
