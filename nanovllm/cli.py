@@ -64,3 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `nanovllm model list | head`
         sys.stderr.close()
         return 1
+    except OSError as error:  # a read-only folder, a full disk, no such file
+        if error.filename is None:
+            raise
+        print(f"nanovllm {command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1

@@ -258,7 +258,7 @@ def describe_error(error: BaseException, workbook: Workbook) -> str:
     """An exception in one line, with the learner's line where it came from."""
     said = clip(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, 120)
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        return f"{said} (line {error.lineno}: {(error.text or '').strip()})"
+        return f"{type(error).__name__}: {error.msg} (line {error.lineno}: {(error.text or '').strip()})"
     frame = learner_frame(error.__traceback__, (str(workbook.answers), str(workbook.solutions)))
     if frame is None:
         return said

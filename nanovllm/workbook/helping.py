@@ -22,7 +22,7 @@ def hint(exercise: str | float, level: int | None = None) -> Shown:
     level = min(known.get("hint", 0) + 1, LAST_LEVEL) if level is None else int(level)
     if not 1 <= level <= LAST_LEVEL:
         raise WorkbookError(f"hints have the levels 1 to {LAST_LEVEL}, got {level}")
-    state.remember(workbook, found.id, hint=max(level, known.get("hint", 0)))
+    kept = state.remember(workbook, found.id, hint=max(level, known.get("hint", 0)))
     lines = [f"exercise {found.id} {found.title}: hint {level} of {LAST_LEVEL}"]
     failed = known.get("failed_test") if known.get("state") == FAILED else None
     if failed:
@@ -32,7 +32,8 @@ def hint(exercise: str | float, level: int | None = None) -> Shown:
     if level == LAST_LEVEL:
         lines += ["", answer_diff(workbook, found)]
     else:
-        lines += ["", f'More: hint("{found.id}") again, or: nanovllm hint {found.id}']
+        again, option = ("", "") if kept else (f", {level + 1}", f" --level {level + 1}")
+        lines += ["", f'More: hint("{found.id}"{again}) again, or: nanovllm hint {found.id}{option}']
     return Shown("\n".join(lines))
 
 
@@ -56,10 +57,13 @@ def reveal(exercise: str | float, sure: bool = False) -> Shown:
     found = workbook.exercise(exercise)
     known = state.load(workbook).get(found.id, {})
     if known.get("state") != PASSED and not sure and not known.get("reveal_asked"):
-        state.remember(workbook, found.id, reveal_asked=True)
+        kept = state.remember(workbook, found.id, reveal_asked=True)
+        again = f'call reveal("{found.id}") once more, or: nanovllm reveal {found.id}'
+        if not kept:  # it would ask for ever
+            again = f'call reveal("{found.id}", sure=True), or: nanovllm reveal {found.id} --sure'
         return Shown(
             f'Exercise {found.id} is not solved yet. There are four hints: hint("{found.id}").\n'
-            f'To see the answer nevertheless, call reveal("{found.id}") once more, or: nanovllm reveal {found.id}'
+            f"To see the answer nevertheless, {again}"
         )
     state.remember(workbook, found.id, revealed=True)
     reasons = "\n".join(map(wrapped, f"Why: {found.hints[LAST_LEVEL - 1]}".splitlines()))

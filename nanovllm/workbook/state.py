@@ -50,11 +50,12 @@ def load(workbook: Workbook) -> dict[str, dict[str, Any]]:
     return {key: value for key, value in data.items() if isinstance(value, dict)} if isinstance(data, dict) else {}
 
 
-def remember(workbook: Workbook, exercise_id: str, **values: Any) -> None:
-    """Add to what is remembered of one exercise. Where nothing can be written, nothing is remembered."""
+def remember(workbook: Workbook, exercise_id: str, **values: Any) -> bool:
+    """Add to what is remembered of one exercise. Where nothing can be written, nothing is remembered: False then."""
     data = load(workbook)
     data.setdefault(exercise_id, {}).update(values)
     try:
         write_text(workbook.state / "progress.json", json.dumps(data, indent=1, sort_keys=True) + "\n")
     except OSError:
-        return
+        return False
+    return True
