@@ -107,6 +107,10 @@ def test_boundary__same_tokens_behind_other_tokens(answer: Answer) -> None:
     admit(answer, pool, "B", [7, 8, 3, 4, 9], announce=5)
     answer.equal(pool.match_prefix(make_sequence(answer, "C", [7, 8, 1, 2, 9], 2)), [3])
     answer.equal(pool.match_prefix(make_sequence(answer, "D", [1, 2, 5, 6, 9], 2)), [])
+    # The same where the block with those tokens is the pool's last one, which Python also finds as number -1.
+    pool = setup(answer, num_blocks=2, block_size=2)
+    admit(answer, pool, "E", [5, 6, 1, 2], announce=4)
+    answer.equal(pool.match_prefix(make_sequence(answer, "F", [1, 2, 9], 2)), [])
 
 
 def test_boundary__blocks_in_another_order(answer: Answer) -> None:
