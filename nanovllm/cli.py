@@ -4,10 +4,12 @@ Each command lives in a module of its own, which is imported when the command is
 `nanovllm model list` need not load torch.
 """
 
+import errno
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
+from io import TextIOWrapper
 
 from nanovllm import __version__
 from nanovllm.errors import NanoVLLMError
@@ -38,23 +40,15 @@ def usage() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the process's exit status: 0 done, 1 failed, 2 misused, 130 interrupted."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0 if arguments else 2
-    if arguments[0] in ("-V", "--version"):
-        print(__version__)
-        return 0
-    command, *rest = arguments
-    if command not in COMMANDS:
-        close = get_close_matches(command, COMMANDS, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        print(f"nanovllm: there is no command {command!r}{meant}\n{usage()}", file=sys.stderr)
-        return 2
+    command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    for stream in (sys.stdout, sys.stderr):  # a terminal without the character for "passed" shows a ?
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
-        module, _, function = COMMANDS[command][0].partition(":")
-        run: Callable[[list[str]], int | None] = getattr(import_module(module), function or "main")
-        return run(rest) or 0
+        status = run(command, rest)
+        if sys.stdout is not None:  # it is, where the caller has closed it
+            sys.stdout.flush()
+        return status
     except NanoVLLMError as error:
         print(f"nanovllm {command}: {error}", file=sys.stderr)
         return 1
@@ -65,7 +59,26 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except OSError as error:  # a read-only folder, a full disk, no such file
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        print(f"nanovllm {command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"nanovllm {command}: {where}{error.strerror}", file=sys.stderr)
         return 1
+
+
+def run(command: str, rest: list[str]) -> int:
+    """The command's own `main`, which is imported here; `rest` are its arguments."""
+    if command in ("", "-h", "--help", "help"):
+        print(usage())
+        return 0 if command else 2
+    if command in ("-V", "--version"):
+        print(__version__)
+        return 0
+    if command not in COMMANDS:
+        close = get_close_matches(command, COMMANDS, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        print(f"nanovllm: there is no command {command!r}{meant}\n{usage()}", file=sys.stderr)
+        return 2
+    module, _, function = COMMANDS[command][0].partition(":")
+    call: Callable[[list[str]], int | None] = getattr(import_module(module), function or "main")
+    return call(rest) or 0

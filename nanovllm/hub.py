@@ -127,7 +127,7 @@ def storage_errors(target: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "the disk is full: free some space, or point NANOVLLM_HOME to a folder with room"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
             remedy = "point NANOVLLM_HOME to a folder that you may write to"
         else:
             raise

@@ -1,5 +1,6 @@
 """The command line: picks a command, turns errors into a line and an exit status, loads no more than it needs."""
 
+import os
 import re
 import subprocess
 import sys
@@ -56,6 +57,41 @@ def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: p
     monkeypatch.setattr(model_command.hub, "ensure_default_model", offline)
     assert cli.main(["model", "get"]) == 1
     assert capsys.readouterr().err == "nanovllm model: this machine is offline; check the cable\n"
+
+
+@pytest.mark.parametrize("command", ["--help", "progress", "doctor"])
+def test_a_terminal_of_ascii_shows_question_marks(command: str) -> None:
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    environment = {**os.environ, **plain}
+    result = subprocess.run([sys.executable, "-m", "nanovllm", command], capture_output=True, env=environment)
+    assert result.returncode == 0 and not result.stderr
+    assert result.stdout.isascii() and (command != "progress" or b" ? TODO" in result.stdout)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["--help", "model list", "progress"])
+def test_a_reader_that_has_gone_is_no_traceback(command: str, unbuffered: str) -> None:
+    """`nanovllm progress | head -0`, whether the text is written at once or at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "nanovllm", *command.split()], stdout=writer, stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert result.stderr == b"" and result.returncode != 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "nanovllm", "progress"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert result.returncode != 0 and result.stderr.startswith("nanovllm progress: No space left on device\n")
+    assert "Traceback" not in result.stderr
 
 
 def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,13 @@ def test_a_folder_that_may_not_be_written_says_so(tmp_path: Path, monkeypatch: p
         hub.ensure_default_model(show_progress=False)
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc")
+def test_a_folder_that_cannot_be_made_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOVLLM_HOME", "/proc/no/such/folder")
+    with pytest.raises(DownloadError, match="NANOVLLM_HOME to a folder that you may write to"):
+        hub.ensure_default_model(show_progress=False)
+
+
 def test_an_interrupt_leaves_nothing(home: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(source: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
