@@ -56,7 +56,7 @@ def test_an_engine_with_such_a_plan_says_so_and_is_whole(tiny_model_dir: Path) -
 
 
 def test_prompt_chunks_stay_within_the_budget_whatever_is_asked_for() -> None:
-    """A policy of one's own may ask for more; a step of more tokens than the warm-up had could end in want of memory."""
+    """A policy of one's own may ask for more; larger steps than the warm-up had could end in want of memory."""
     for prefill_chunk, most in ((None, 16), (99, 16), (5, 5)):
         scheduler = Scheduler(FakeConfig(prefill_chunk=prefill_chunk))
         for _ in range(4):

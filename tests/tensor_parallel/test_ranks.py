@@ -17,6 +17,7 @@ from nanovllm import LLM, ConfigError, SamplingParams
 from nanovllm.engine.parts import Parts
 from nanovllm.errors import EngineDeadError, RankError
 from nanovllm.layers.sampler import Sampler
+from nanovllm.worker.message_channel import MessageChannel
 from nanovllm.worker.tensor_parallel import GRACE, share_of_cores
 from tests.tensor_parallel import faulty
 from tests.tensor_parallel.helpers import build, cold_tokens, holdings, is_running
@@ -226,11 +227,15 @@ def test_another_engine_beside_it(pair: LLM, tiny_model_dir: Path, expected: lis
     assert cold_tokens(pair) == expected
 
 
-def test_three_ranks_size_their_pools_alike_and_leave_nothing(tmp_path: Path) -> None:
-    """Six heads: one, two and three ranks. The pool is sized from memory, by the rank that can hold the least."""
+def test_three_ranks_size_their_pools_alike_and_leave_nothing(pair: LLM, tmp_path: Path) -> None:
+    """Six heads: one, two and three ranks. The pool is sized from memory, by the rank that can hold the least.
+
+    pair: there was an engine before, with what Python and torch make at the first use and keep.
+    """
     model = make_tiny_model(tmp_path, num_attention_heads=6, num_key_value_heads=6, intermediate_size=96)
     with build(model, 1) as llm:
         expected = cold_tokens(llm)
+    MessageChannel.create(2).close()  # Python keeps the first memory that it shares beside that of `pair`
     gc.collect()
     before, threads = holdings(), set(threading.enumerate())
     llm = build(model, 3, num_kvcache_blocks=-1, kv_cache_memory=1 << 22)
