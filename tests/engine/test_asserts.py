@@ -13,6 +13,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import Sampler
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text_pieces import TextPieces
 from tests.engine.fake import FakeConfig, check_invariants
 from tests.faults.engines import PROMPTS, assert_whole, build, cold
 
@@ -185,3 +186,23 @@ def test_a_sampler_is_never_asked_for_nothing(tiny_model_dir: Path) -> None:
     with build(tiny_model_dir, Parts({"Sampler.forward": forward}), max_num_batched_tokens=8) as llm:
         llm.generate([[5] * 30], cold(2), use_tqdm=False)
         assert llm.step_count == 5 and asked == [1, 1]
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, 1024), (7, 7), (5000, 5000)])
+def test_a_step_on_a_cpu_is_short_unless_somebody_says_otherwise(
+    tiny_model_dir: Path, given: int | None, kept: int
+) -> None:
+    with build(tiny_model_dir, prefill_chunk=given) as llm:
+        assert llm.config.prefill_chunk == llm.scheduler.prefill_chunk == kept
+
+
+def test_a_token_without_text_does_not_cost_the_next_one_its_space() -> None:
+    class Stripping:
+        """Writes the first word of a text without the space in front of it, and special tokens not at all."""
+
+        def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+            return "".join([" one", "", " two"][token_id] for token_id in token_ids).removeprefix(" ")
+
+    pieces = TextPieces(Stripping())
+    assert [pieces.push([0, 1, 2][:count], False) for count in (1, 2, 3)] == ["one", "", " two"]
+    assert pieces.push([0, 1, 2], True) == ""

@@ -72,3 +72,10 @@ def test_a_seeded_generator_repeats() -> None:
         Sampler()(logits, temperatures, torch.Generator().manual_seed(seed), True) for seed in (7, 7, 8)
     )
     assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_noise_of_zero_spoils_no_cold_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exp(1) rounds to 0 now and then; its logarithm is infinite, and 0 times that is no number."""
+    monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, generator=None: self.zero_())
+    logits = torch.tensor([[1.0, 3.0, 2.0], [1.0, 3.0, 2.0]])
+    assert Sampler()(logits, torch.tensor([1e-6, 1.0])).tolist() == [1, 1]

@@ -1,10 +1,14 @@
 """live and Player where there is no notebook: a script, a test, a terminal."""
 
 import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nanovllm.errors import EngineBusyError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.viz import BlockTablesView, Player, Recorder, live
 from nanovllm.viz.live import Interrupts, Throttle
@@ -87,6 +91,107 @@ def test_live_keeps_a_recorder_that_it_is_given_and_panels_can_be_views() -> Non
     assert recorder.decode is not None and recorder.decode(3) == " dog"
     with pytest.raises(ValueError, match="there is no panel 'pond'"):
         live(llm, "pond")
+
+
+def test_live_in_another_thread_leaves_the_signals_alone() -> None:
+    llm, errors = ToyEngine(), []
+
+    def work() -> None:
+        try:
+            with live(llm):
+                llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors == [] and llm.hooks == {}
+
+
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN), "it was put back"
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupting(method: Any, first: bool) -> Any:
+    """The method, with an interrupt before or behind it."""
+
+    def both(*args: Any, **options: Any) -> Any:
+        if first:
+            signal.raise_signal(signal.SIGINT)
+        result = method(*args, **options)
+        if not first:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    return both
+
+
+def test_an_interrupt_while_live_opens_leaves_no_hook(sigint: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = ToyEngine()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm, "add_step_hook", interrupting(llm.add_step_hook, first=False))
+        live(llm).__enter__()
+    assert llm.hooks == {}
+
+
+def test_an_interrupt_while_live_closes_is_delivered_and_leaves_no_hook(sigint: None) -> None:
+    llm = ToyEngine()
+    with pytest.raises(KeyboardInterrupt), live(llm) as view:
+        view._handle.remove = interrupting(view._handle.remove, first=True)
+    assert llm.hooks == {}
+
+
+def test_ignored_interrupts_stay_ignored(sigint: None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    llm = ToyEngine()
+    with live(llm) as view:
+        view._handle.remove = interrupting(view._handle.remove, first=True)
+    assert llm.hooks == {}
+
+
+def test_live_that_cannot_be_opened_leaves_no_hook() -> None:
+    llm = ToyEngine()
+    view = live(llm)
+    view.throttle.start = lambda: 1 // 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        view.__enter__()
+    assert llm.hooks == {}
+
+
+def test_live_ends_well_on_an_engine_that_was_closed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy() -> None:
+        raise EngineBusyError("in the middle of a call in another thread")
+
+    llm = ToyEngine()
+    with live(llm):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        monkeypatch.setattr(llm, "snapshot", busy)
+    assert llm.hooks == {}
+
+
+def test_the_output_is_closed_whatever_fails() -> None:
+    done: list[str] = []
+
+    class Failing:
+        widget = None
+
+        def freeze(self) -> None:
+            done.append("freeze")
+            raise ZeroDivisionError("no picture")
+
+        def close(self) -> None:
+            done.append("close")
+
+    llm = ToyEngine()
+    with pytest.raises(ZeroDivisionError), live(llm) as view:
+        view._output = Failing()  # type: ignore[assignment]
+        view._handle.remove = lambda: 1 // 0
+    assert done == ["freeze", "close"]
 
 
 # -- Player

@@ -61,7 +61,7 @@ def decoding(num_tokens: int, block_table: tuple[int, ...]) -> Sequence:
     return seq
 
 
-@pytest.mark.parametrize("change", ["rows", "order", "progress", "tokens", "nothing"])
+@pytest.mark.parametrize("change", ["rows", "others", "order", "progress", "tokens", "nothing"])
 def test_whatever_is_not_as_expected_is_prepared_anew(change: str) -> None:
     builder, seqs = InputBatchBuilder(), [decoding(5, (3, 1)), decoding(7, (2, 6))]
     builder.build(seqs)
@@ -71,6 +71,8 @@ def test_whatever_is_not_as_expected_is_prepared_anew(change: str) -> None:
         seq.append_token(9)
     if change == "rows":
         seqs = seqs[:1]
+    elif change == "others":  # which are as far as the first ones would be
+        seqs = [decoding(6, (4, 5)), decoding(8, (8, 7))]
     elif change == "order":
         seqs = seqs[::-1]
     elif change == "progress":
@@ -80,6 +82,19 @@ def test_whatever_is_not_as_expected_is_prepared_anew(change: str) -> None:
         seqs[0].append_token(8)
         seqs[0].num_scheduled_tokens = 2
     assert (builder.continue_decode(seqs) is not None) == (change == "nothing")
+    assert_equal(builder.build(seqs), InputBatchBuilder().build(seqs))
+
+
+def test_what_was_expected_is_forgotten_when_something_else_was_built() -> None:
+    """The rows may have lost their blocks meanwhile, and be as far as before in others."""
+    builder, seqs = InputBatchBuilder(), [decoding(5, (3, 1))]
+    builder.look_ahead()
+    assert builder.expected is None, "nothing has been built yet"
+    builder.build(seqs)
+    builder.look_ahead()
+    builder.build([decoding(7, (2, 6))])
+    seqs[0].append_token(9)
+    seqs[0].num_computed_tokens, seqs[0].block_table = 5, (4, 5)
     assert_equal(builder.build(seqs), InputBatchBuilder().build(seqs))
 
 
