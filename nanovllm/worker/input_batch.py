@@ -186,6 +186,38 @@ def pad_tables(seqs: list[Sequence]) -> NDArray[np.int32]:
     return np.array(rows, np.int32)
 
 
+def check_arrays(arrays: BatchArrays, vocab_size: int, max_position: int, num_blocks: int, block_size: int) -> None:
+    """Raise `IndexError` or `ValueError` where a number points outside what it counts, or an array has another form.
+
+    For engines with replaced parts. A kernel does not look where it reads and writes: a slot behind the pool's end
+    would overwrite something else, or end the process.
+    """
+    tokens, (rows, width) = len(arrays.input_ids), arrays.block_tables.shape
+    longest = min(width * block_size, arrays.max_context_len)
+    forms: dict[str, tuple[Any, tuple[int, ...], int, int]] = {  # dtype, shape, smallest and largest value
+        "input_ids": (np.int64, (tokens,), 0, vocab_size - 1),
+        "positions": (np.int64, (tokens,), 0, max_position - 1),
+        "slot_mapping": (np.int64, (tokens,), -1, num_blocks * block_size - 1),
+        "context_lens": (np.int32, (rows,), 0, longest),
+        "block_tables": (np.int32, (rows, width), 0, num_blocks - 1),
+        "cu_seqlens_q": (np.int32, (rows + 1,), 0, tokens),
+        "logits_indices": (np.int64, (len(arrays.temperatures),), 0, tokens - 1),
+    }
+    for name, (dtype, shape, smallest, largest) in forms.items():
+        values = getattr(arrays, name)
+        if values.dtype != dtype or values.shape != shape:
+            want = f"{np.dtype(dtype)} of shape {list(shape)}"
+            raise ValueError(f"{name} is {values.dtype} of shape {list(values.shape)}; this step needs {want}")
+        outside = (values < smallest) | (values > largest)
+        if name == "block_tables":  # behind a row's last block nothing is read
+            outside &= np.arange(width) * block_size < arrays.context_lens[:, None]
+        if outside.any():
+            at = np.argwhere(outside)[0].tolist()
+            raise IndexError(f"{name}{at} is {values[tuple(at)]}; it must be {smallest} to {largest}")
+    if not 0 <= arrays.num_decodes <= min(rows, tokens):
+        raise IndexError(f"num_decodes is {arrays.num_decodes}; the step has {rows} rows and {tokens} tokens")
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class InputBatch:
     """The tensors of one step on the device; the argument of everything that follows. Nothing changes it.

@@ -23,7 +23,7 @@ from nanovllm.models.fuse import install_fused
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.worker.cuda_graphs import DecodeGraphs, StepInputs
 from nanovllm.worker.device import select_device, select_dtype
-from nanovllm.worker.input_batch import BatchArrays, InputBatch, InputBatchBuilder
+from nanovllm.worker.input_batch import BatchArrays, InputBatch, InputBatchBuilder, check_arrays
 from nanovllm.worker.kv_cache import KVCacheSizer, allocate_kv_cache
 from nanovllm.worker.link import RankLink
 
@@ -39,7 +39,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: Config, rank: int, link: RankLink, parts: Parts) -> None:
-        self.config, self.rank, self.link = config, rank, link
+        self.config, self.rank, self.link, self._has_parts = config, rank, link, bool(parts)
         self.device = select_device(config.device, rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -173,6 +173,8 @@ class ModelRunner:
             seqs, _is_prefill = args
             self._sampled_params = self._params_of(seqs)
             args = (self.builder.build(seqs),)
+            if self._has_parts:
+                check_arrays(*args, self.vocab_size, self.config.max_model_len, *self.kv_cache.shape[2:4])
         with self.link.running(method, args):
             result = getattr(self, method)(*args)
         if method == "run":
