@@ -3,7 +3,8 @@
 A seam is named after what it replaces in the shipped engine: ``"Sampler"`` replaces the whole class, and
 ``"BlockManager.allocate"`` replaces one method (a plain function whose first argument is `self`). The engine builds
 every component through `Parts.resolve`, at construction (a `Sequence` when its request comes); afterwards an engine
-with replacements and one without run the same code path, so a seam costs nothing in a step.
+with replacements and one without run the same code, so a seam costs nothing in a step. Only with replacements each
+step's numbers are checked as well (`worker.input_batch.check_arrays`), because kernels trust them.
 
     parts = Parts({"BlockManager.allocate": my_allocate, "Sampler": MySampler})
     LLM(path, parts=parts)          # explicitly
