@@ -48,6 +48,16 @@ def test_contract__what_each_of_them_returns(answer: Answer) -> None:
     answer.equal(a.num_scheduled_tokens, 6, "num_scheduled_tokens stays as it is.")
 
 
+def test_contract__a_list_of_its_own(answer: Answer) -> None:
+    """Each call makes a list of its own: one that was handed out before stays as it is."""
+    scheduler = start(answer)
+    a = seated(answer, scheduler, "A", 10, 0)
+    first = scheduler.continue_prefills(6)
+    book(answer, scheduler, (a, 10, 7))
+    scheduler.continue_prefills(6)
+    answer.equal(named(first), ["A"])
+
+
 def test_example__ten_tokens_four_of_them_computed(answer: Answer) -> None:
     """A chunk is what is not computed yet, cut to the budget."""
     scheduler = start(answer)

@@ -45,6 +45,17 @@ def test_contract__rows_with_a_slot(answer: Answer) -> None:
     answer.equal(scheduler.num_preemptions, 0)
 
 
+def test_contract__a_list_of_its_own(answer: Answer) -> None:
+    """Each call makes a list of its own: one that was handed out before stays as it is."""
+    scheduler = start(answer)
+    enqueue(answer, scheduler, A=3, B=3)
+    run_step(answer, scheduler)
+    first = scheduler.schedule_decodes()
+    scheduler.preempt(scheduler.running[-1])
+    scheduler.schedule_decodes()
+    answer.equal(named(first), ["A", "B"])
+
+
 def test_contract__what_a_victim_keeps(answer: Answer) -> None:
     """preempt takes seat and blocks; the tokens stay, the generated ones too. It returns nothing."""
     scheduler = start(answer)

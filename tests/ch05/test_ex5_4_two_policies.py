@@ -46,6 +46,17 @@ def test_contract__lists_of_rows(answer: Answer) -> None:
         answer.equal(plan(answer, scheduler, method, *args), [("A", 3)])
 
 
+def test_contract__a_list_of_its_own(answer: Answer) -> None:
+    """Each call makes a list of its own: one that was handed out before stays as it is."""
+    for method, args in (("schedule_prefills", (10,)), ("schedule_prefill_first", ()), ("schedule_mixed", ())):
+        scheduler = start(answer)
+        enqueue(answer, scheduler, A=4)
+        first = getattr(scheduler, method)(*args)
+        enqueue(answer, scheduler, B=3)
+        getattr(scheduler, method)(*args)
+        answer.equal(named(first), ["A"])
+
+
 def test_example__first_those_under_way(answer: Answer) -> None:
     """A prompt under way goes on before a newcomer, and both together keep to the chunk of 8."""
     scheduler = start(answer, prefill_chunk=8)

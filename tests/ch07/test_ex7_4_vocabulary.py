@@ -43,7 +43,10 @@ def head(answer: Answer, table: torch.Tensor, x: torch.Tensor, size: int) -> tup
     def work(tp: TPGroup) -> Any:
         layer = answer.parts.resolve(ParallelLMHead)(*table.shape, tp=tp)
         fill(layer.weight, table, tp)
-        return layer(x.clone())
+        given, kept = x.clone(), layer.weight.data.clone()
+        result = layer(given)
+        answer.equal((given, layer.weight.data), (x, kept), "It may not change x or weight.")
+        return result
 
     return on_ranks(answer, size, work)
 
@@ -136,6 +139,22 @@ def test_boundary__tensors_of_their_own(answer: Answer) -> None:
         for kept, weight, before in on_ranks(answer, size, work)[0]:
             answer.equal(kept, [table[given] for given in ids], tolerance=CLOSE)
             answer.equal(weight, before)
+
+
+def test_boundary__logits_of_their_own(answer: Answer) -> None:
+    """Logits that came back stay as they are when the head is called again."""
+    table, x = random(answer, 5, 3), random(answer, 2, 3)
+    for size in (1, 2):
+        answer.story.clear()
+        answer.note(f"ParallelLMHead: 5 tokens on {size} ranks, called with x and with -x")
+
+        def work(tp: TPGroup) -> Any:
+            layer = answer.parts.resolve(ParallelLMHead)(*table.shape, tp=tp)
+            fill(layer.weight, table, tp)
+            return [layer(x), layer(-x)]
+
+        expected = (x.double() @ table.double().T).float()
+        answer.equal(on_ranks(answer, size, work)[0][0], [expected, -expected], tolerance=CLOSE)
 
 
 def test_boundary__one_collective_each(answer: Answer) -> None:

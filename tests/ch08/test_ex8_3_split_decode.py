@@ -27,8 +27,10 @@ def run(answer: Answer, pages: Pages, splits: int, strided: bool = False) -> Any
     attention.num_splits = num_splits
     answer.note(f"num_splits gives {splits}")
     q = torch.cat([pages.q, pages.q], 1)[:, : pages.q.shape[1]] if strided else pages.q
+    before = pages.tables.clone(), pages.context_lens.clone()
     with launches(type(attention).decode, "split_kernel") as spy:
         got = attention.decode(q, pages.k_cache, pages.v_cache, pages.tables, pages.context_lens)
+    answer.equal((pages.tables, pages.context_lens), before, "It may not change its inputs.")
     rule = "self.num_splits(rows, device) says how many splits there are."
     answer.equal(asked, [len(pages.contexts)], rule)
     answer.equal([call["SPLITS"] for call in spy.calls], [splits], rule)
@@ -68,9 +70,9 @@ def test_contract__shapes_and_inputs(answer: Answer) -> None:
 
 def test_contract__each_program_its_stretch(answer: Answer) -> None:
     """Program (row, head, split) leaves attention and lse of its own stretch behind, and writes nothing else."""
+    compare(answer, [3], 2)
     for contexts, splits in (([10, 5], 4), ([7, 0], 3)):
         pages = Pages(answer, contexts, head_dim=3)
-        run(answer, pages, splits)
         part, lse = torch.full((2, 2, splits, 3), FILLER), torch.full((2, 2, splits), FILLER)
         for grid in ((1, 1, 1), (2, 2, splits)):
             answer.note(f"split_kernel[{grid}] on outputs full of {FILLER}, SPLITS={splits}, SIZE=16, PADDED=4")
