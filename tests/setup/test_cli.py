@@ -1,5 +1,6 @@
 """The command line: picks a command, turns errors into a line and an exit status, loads no more than it needs."""
 
+import io
 import os
 import re
 import subprocess
@@ -101,6 +102,18 @@ def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(model_command, "show_models", interrupted)
     assert cli.main(["model", "list"]) == 130
     assert capsys.readouterr().err == "nanovllm model: interrupted\n"
+
+
+def test_a_pipe_that_was_closed_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nanovllm model list | head`; what Python would write to stderr at its end goes nowhere, too."""
+
+    def broken() -> int:
+        raise BrokenPipeError
+
+    stderr = io.StringIO()
+    monkeypatch.setattr(model_command, "show_models", broken)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert cli.main(["model", "list"]) == 1 and stderr.closed
 
 
 def test_model_list(

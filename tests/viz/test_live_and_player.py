@@ -1,5 +1,6 @@
 """live and Player where there is no notebook: a script, a test, a terminal."""
 
+import asyncio
 import signal
 import threading
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.errors import EngineBusyError
+from nanovllm.errors import EngineBusyError, EngineDeadError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.viz import BlockTablesView, Player, Recorder, live
 from nanovllm.viz.live import Interrupts, Throttle
@@ -294,3 +295,38 @@ def test_what_is_no_engine_is_refused_by_name(wrong: object) -> None:
         live(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"plays an engine or a recorder .*Recorder.load\(path\).*, got "):
         Player(wrong)  # type: ignore[arg-type]
+
+
+def test_what_goes_wrong_while_a_player_plays_is_shown_and_pauses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no cell that could raise it; an interrupt of the kernel arrives like this, too."""
+
+    def broken(*_args: object) -> None:
+        raise KeyboardInterrupt("■")
+
+    player = Player(ToyEngine(), [[1, 2, 3]], SamplingParams(max_tokens=5))
+    assert player.playing
+    with monkeypatch.context() as patch:
+        patch.setattr(player, "_take", broken)
+        player._play_slice()
+    assert not player.playing and "stopped: KeyboardInterrupt: ■" in repr(player)
+
+
+@pytest.mark.parametrize("message", [{"do": "seek", "step": "x"}, {"do": "seek"}, {"do": "until", "event": "lunch"}])
+def test_a_click_that_cannot_be_obeyed_is_shown(message: dict[str, Any]) -> None:
+    player = Player(ToyEngine(), [[1, 2, 3]], SamplingParams(max_tokens=5), paused=True)
+    player._obey(message)
+    assert player.error is not None and "stopped: " in repr(player)
+
+
+def test_a_player_outlives_its_loop_and_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(seq_id: int) -> bool:
+        raise EngineDeadError("this engine was closed")
+
+    llm = ToyEngine()
+    player = Player(llm, [[1, 2, 3]], SamplingParams(max_tokens=5), paused=True)
+    player._loop = asyncio.new_event_loop()
+    player._loop.close()
+    player._on_click({"do": "step"})
+    monkeypatch.setattr(llm, "abort", dead)
+    player.close()
+    assert llm.hooks == {}

@@ -172,6 +172,15 @@ def test_what_is_not_a_run_is_refused_by_name(tmp_path: Path, damage: str) -> No
         Recorder.load(path)
 
 
+@pytest.mark.parametrize(("field", "value"), [("version", 2), ("version", "1"), ("format", "other"), ("format", None)])
+def test_a_run_of_another_version_is_refused(tmp_path: Path, field: str, value: object) -> None:
+    path = recorded_run()[0].save(tmp_path / "later.jsonl")
+    head, _, rest = path.read_text().partition("\n")
+    path.write_text(json.dumps({**json.loads(head), field: value}) + "\n" + rest)
+    with pytest.raises(ValueError, match="its first line does not begin a run of version 1"):
+        Recorder.load(path)
+
+
 def test_steps_that_are_gone_are_refused_with_a_remedy() -> None:
     recorder, _ = recorded_run(keep=5)
     with pytest.raises(IndexError, match=r"step 1 is not kept whole; steps \d+ to \d+ are \(Recorder\(keep=…\)"):
@@ -191,6 +200,19 @@ def test_steps_missed_in_between_begin_a_new_record() -> None:
     recorder.attach(llm)
     llm.step()
     assert list(recorder.steps) == [5] and recorder.head is not None and recorder.head.is_complete
+
+
+def test_a_recorder_that_was_not_told_begins_anew_by_itself() -> None:
+    """A step that it missed cannot be folded, and a pool of another size is another engine's."""
+    records = list(recorded_run(num_kvcache_blocks=64)[0].records)
+    recorder = Recorder()
+    for record in (*records[:3], *records[4:6]):
+        recorder(record)
+    assert list(recorder.steps) == [5, 6]
+    other = next(iter(recorded_run(num_kvcache_blocks=48)[0].records))
+    recorder(other)
+    assert list(recorder.steps) == [1] and recorder.head is not None
+    assert recorder.head.num_blocks == 48 and recorder.head.is_complete
 
 
 def test_a_recorder_attached_anew_under_the_same_key_replaces_the_old_one() -> None:
