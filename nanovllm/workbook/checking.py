@@ -10,7 +10,8 @@ from pathlib import Path
 
 from nanovllm.workbook import state
 from nanovllm.workbook.catalogue import Exercise, Workbook, WorkbookError
-from nanovllm.workbook.outcomes import FAILED, PASSED, ExerciseResult, Shown, pre, table_html, table_text
+from nanovllm.workbook.outcomes import FAILED, PASSED, ExerciseResult, Shown, TestResult, pre, table_html, table_text
+from nanovllm.workbook.processes import kill_session
 
 PROCESS_SECONDS = 600
 
@@ -55,23 +56,48 @@ def run_graders(
     junit: Path | None = None, seconds: float = PROCESS_SECONDS,
 ) -> list[ExerciseResult]:  # fmt: skip
     """Run graders in one fresh process. Raises WorkbookError where that process did not come to an end of its own."""
-    with tempfile.TemporaryDirectory(prefix="nanovllm-check-") as folder:
+    with tempfile.TemporaryDirectory(prefix="nanovllm-check-", ignore_cleanup_errors=True) as folder:
         json_file = Path(folder) / "results.json"
         command = pytest_command(workbook, exercises, json_file, target, chain, seed)
         command += [f"--junitxml={junit.resolve()}"] if junit else []
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=pytest_environment(workbook), stdin=subprocess.DEVNULL, capture_output=True,
-                text=True, encoding="utf-8", errors="replace", timeout=seconds,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise WorkbookError(f"checking took longer than {seconds:g} s and was stopped") from None
+        status, said = run_to_its_end(command, folder, pytest_environment(workbook), seconds)
         if not json_file.exists():
-            said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
-            raise WorkbookError(f"checking ended early (exit status {done.returncode}):\n{said}")
+            raise WorkbookError(f"checking ended early (exit status {status}):\n{said}")
         found = [ExerciseResult.from_json(data) for data in json.loads(json_file.read_text(encoding="utf-8"))]
     missing = {exercise.id for exercise in exercises} - {result.exercise_id for result in found}
-    return found + [ExerciseResult.empty(exercise) for exercise in exercises if exercise.id in missing]
+    return found + [ended_early(exercise) for exercise in exercises if exercise.id in missing]
+
+
+def run_to_its_end(command: list[str], folder: str, environment: dict[str, str], seconds: float) -> tuple[int, str]:
+    """Run it in a session of its own; returns its exit status and the last lines that it wrote.
+
+    What answers have started ends with it. Output goes to a file: a pipe would stay open as long as one of those lives.
+    """
+    output = Path(folder) / "output.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        status = process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise WorkbookError(f"checking took longer than {seconds:g} s and was stopped") from None
+    finally:
+        kill_session(process.pid, folder)
+        process.wait()
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - 4000))
+        said = file.read().decode("utf-8", errors="replace")
+    return status, "\n".join(said.strip().splitlines()[-12:])
+
+
+def ended_early(exercise: Exercise) -> ExerciseResult:
+    """The result of an exercise of which a run that ended says nothing: an answer has ended pytest."""
+    result = ExerciseResult.empty(exercise)
+    rule = "The grading must end: the run ended before this exercise was graded."
+    result.tests.append(TestResult("contract__runs_to_its_end", FAILED, text=rule, rule=rule))
+    return result
 
 
 def check(*exercises: str | float, target: str = "exercises", chain: bool = False) -> CheckResult:

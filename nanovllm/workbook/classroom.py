@@ -28,6 +28,7 @@ import pytest
 from nanovllm.workbook.catalogue import Exercise, Workbook, WorkbookError
 from nanovllm.workbook.checking import pytest_command, pytest_environment, run_graders
 from nanovllm.workbook.outcomes import FAILED, ExerciseResult, TestResult, table_text
+from nanovllm.workbook.processes import kill_session
 
 COLUMNS = ("student", "exercise", "state", "points", "total_points", "seconds", "first_failing_rule")
 PRELOAD = ["nanovllm.workbook.pytest_plugin", "nanovllm.engine.scheduler", "torch", "numpy"]
@@ -200,49 +201,6 @@ def read_result(json_file: Path, exercise: Exercise) -> ExerciseResult | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return next((result for result in found if result.exercise_id == exercise.id), None)
-
-
-def kill_session(pid: int, folder: str) -> None:
-    """End a grading process and everything that it started, again until nothing is left (a fork may come between).
-
-    It led a session of its own and worked in `folder`: whoever is in one of them belongs to it, also once the process
-    itself has ended. Where there is no /proc, its process group is all that can be found.
-    """
-    for _ in range(100):
-        if not (left := members(pid, folder)):
-            return
-        for process in left:
-            try:
-                os.kill(process, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
-        time.sleep(0.01)
-
-
-def members(pid: int, folder: str) -> list[int]:
-    """The living processes of the session `pid`, and those whose working directory is `folder` or below it."""
-    try:
-        everybody = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    except OSError:
-        return group_leader(pid)
-    found = []
-    for process in everybody:
-        try:
-            state, _, _, session = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:4]
-            inside = Path(os.readlink(f"/proc/{process}/cwd")).is_relative_to(os.path.realpath(folder))
-            if state not in "ZX" and (inside or int(session) == pid):
-                found.append(process)
-        except (OSError, ValueError):  # it has just ended, or is another user's
-            continue
-    return found
-
-
-def group_leader(pid: int) -> list[int]:
-    """[-pid], which `os.kill` takes for the whole group, while the leader lives."""
-    try:
-        return [-pid] if os.getpgid(pid) == pid else []
-    except (ProcessLookupError, PermissionError):
-        return []
 
 
 def run_limited(arguments: list[str], folder: str, seconds: float, memory_mb: int) -> None:

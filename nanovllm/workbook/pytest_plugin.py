@@ -4,7 +4,8 @@
     pytest --ex 4.2 --ch 5       one exercise, one chapter
     pytest --target solutions    on the authored answers (or `engine`: on the shipped engine)
     pytest --chain               what an exercise needs comes from the learner's files too
-    pytest --answers DIR         on the chNN_*.py files of another folder
+    pytest --answers=DIR         on the chNN_*.py files of another folder (with the =: pytest looks for its own settings
+                                 at a path that stands alone)
 
 Only files named tests/chNN/test_exN_M_name.py are touched; every other test runs as pytest runs it. A TODO counts as
 a failed test for the exit status, so a run ends with 1 while anything is left to do.
@@ -37,6 +38,8 @@ class GradingSession:
 
     def __init__(self, config: pytest.Config) -> None:
         option = config.option
+        if option.answers and not Path(option.answers).is_dir():
+            raise WorkbookError(f"--answers={option.answers}: this is not a folder")
         self.workbook = Workbook.find(root=option.workbook, answers=option.answers)
         self.target: str = option.target
         self.chain: bool = option.chain
@@ -66,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ex", action="append", metavar="4.2", help="this exercise only (may be repeated)")
     group.addoption("--ch", action="append", metavar="4", help="this chapter only (may be repeated)")
     group.addoption("--chain", action="store_true", help="prerequisites come from the learner's files as well")
-    group.addoption("--answers", metavar="DIR", help="folder with the chNN_*.py files (default: exercises/)")
+    group.addoption("--answers", metavar="DIR", help="=DIR: folder with the chNN_*.py files (default: exercises/)")
     group.addoption("--workbook", metavar="DIR", help="root of the workbook (default: where the package stands)")
     group.addoption("--grade-json", metavar="FILE", help="write the results to this file")
     group.addoption("--grade-seed", type=int, default=0, metavar="N", help="seed of the random cases (default: 0)")
@@ -76,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         config.stash[SESSION] = session = GradingSession(config)
     except WorkbookError as error:
-        if config.option.ex or config.option.ch or config.option.grade_json:
+        if config.option.ex or config.option.ch or config.option.grade_json or config.option.answers:
             raise pytest.UsageError(str(error)) from None
         return
     for name, value in session.workbook.environment().items():  # before anything is imported that reads it

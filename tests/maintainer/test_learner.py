@@ -109,7 +109,7 @@ def test_check_judges_the_file_as_it_is_now(workbook: Workbook) -> None:
     path = write(workbook, "4.1", WRONG_BLOCKS)
     result = check("4.1")
     assert result.results[0].state == FAILED and not result.passed
-    assert "blocks_needed(" in result.text and "expected  2" in result.text
+    assert "blocks_needed(" in result.text and "\nexpected  " in result.text and "\nrule " in result.text
     assert "<table" in result._repr_html_() and repr(result) == result.text
     path.write_text(path.read_text().replace(WRONG_BLOCKS, "    return -(-num_tokens // block_size)\n"))
     assert check(4.1).passed
@@ -435,6 +435,36 @@ def test_what_an_answer_starts_ends_with_its_grading(workbook: Workbook) -> None
     assert main(["grade", "4.1", "--class", str(students), "--csv", str(out)]) == 0
     assert [row["state"] for row in csv.DictReader(out.open())] == [PASSED]
     assert not living("sleep", seconds)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked for in /proc")
+def test_check_waits_for_nothing_that_an_answer_has_started(workbook: Workbook) -> None:
+    seconds = f"{os.getpid()}.25"
+    path = workbook.answers / workbook.exercise("4.1").file
+    start = f"import subprocess\nsubprocess.Popen(['sleep', '{seconds}'])\n"
+    path.write_text(start + "\ndef blocks_needed(num_tokens, block_size):\n    return -(-num_tokens // block_size)\n")
+    assert check("4.1").passed
+    assert not living("sleep", seconds)
+
+
+def test_an_answer_that_ends_pytest_has_failed(workbook: Workbook) -> None:
+    path = workbook.answers / workbook.exercise("4.1").file
+    path.write_text("import pytest\npytest.exit('done', returncode=0)\n")
+    result = check("4.1", "4.2")
+    assert [found.state for found in result.results] == [FAILED, FAILED]
+    assert "must end" in result.text and not result.passed
+    path.write_text("import os\nprint('x' * 5_000_000)\nos._exit(0)\n")
+    with pytest.raises(WorkbookError, match="checking ended early .exit status 0.") as caught:
+        check("4.1")
+    assert len(str(caught.value)) < 5000
+
+
+def test_answers_of_another_folder_by_pytest(workbook: Workbook, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("José Müller")
+    shutil.copy(workbook.solutions / workbook.exercise("4.1").file, other)
+    assert run_pytest(workbook, "--ex", "4.1", f"--answers={other}").returncode == 0
+    done = run_pytest(workbook, "--answers=no-such-folder")
+    assert done.returncode == 4 and "not a folder" in done.stderr
 
 
 def test_an_interrupt_of_class_mode_ends_at_once_and_keeps_what_is_finished(workbook: Workbook) -> None:
