@@ -122,9 +122,7 @@ def storage_errors(target: Path) -> Iterator[None]:
     """Turn what the file system says into a `DownloadError` that says what to do."""
     try:
         yield
-    except DownloadError:
-        raise
-    except OSError as error:
+    except OSError as error:  # a DownloadError is one, without a number: it passes
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "the disk is full: free some space, or point NANOVLLM_HOME to a folder with room"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):

