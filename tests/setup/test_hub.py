@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -388,6 +389,63 @@ def test_a_hub_out_of_reach_says_what_to_do(home: Path) -> None:
     result = model_get("tiny/model", "http://127.0.0.1:9")  # nothing listens on the discard port
     assert result.returncode == 1 and "online" in result.stderr and "Traceback" not in result.stderr
     assert leftovers(home) == []
+
+
+def played_hub(monkeypatch: pytest.MonkeyPatch, names: list[str], error: Exception | None = None) -> dict[str, Any]:
+    """A hub with one repository in this process; returns what the download is told, once it was called."""
+    told: dict[str, Any] = {}
+
+    class Api:
+        def model_info(self, model_id: str, revision: str | None, files_metadata: bool) -> Any:
+            return SimpleNamespace(sha="a1b2c3", siblings=[SimpleNamespace(rfilename=name, size=1) for name in names])
+
+    def snapshot_download(model_id: str, **options: Any) -> None:
+        told.update(options, bars=not hub.are_progress_bars_disabled())
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(hub, "HfApi", Api)
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    return told
+
+
+def test_what_was_listed_is_fetched_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very commit, and names as they are: brackets would choose other files."""
+    told = played_hub(monkeypatch, ["config.json", "model[1].safetensors", "README.md"])
+    hub.fetch_hub_model("tiny/model", "main", tmp_path, False)
+    assert told["revision"] == "a1b2c3" and told["allow_patterns"] == ["config.json", "model[[]1].safetensors"]
+
+
+def test_a_repository_without_a_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = played_hub(monkeypatch, ["model.safetensors"])
+    with pytest.raises(DownloadError, match="tiny/model has no config.json"):
+        hub.fetch_hub_model("tiny/model", None, tmp_path, False)
+    assert not told
+
+
+def test_a_download_that_fails_gives_the_bars_back_and_says_whose_fault_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error, seen in ((OSError(errno.ENOSPC, "no space"), OSError), (OSError("no route to host"), DownloadError)):
+        told = played_hub(monkeypatch, ["config.json", "model.safetensors"], error)
+        with pytest.raises(seen) as caught:
+            hub.fetch_hub_model("tiny/model", None, tmp_path, False)
+        assert type(caught.value) is seen and told["bars"] is False
+        assert not hub.are_progress_bars_disabled()
+
+
+def test_only_stale_folders_of_this_model_are_swept_up(tmp_path: Path) -> None:
+    """Brackets in its name would reach those of others."""
+    own, other = tmp_path / ".m[1].partial-x", tmp_path / ".m1.partial-y"
+    own.mkdir()
+    other.mkdir()
+
+    def make(staging: Path) -> None:
+        (staging / "config.json").write_text("{}")
+        (staging / "model.safetensors").write_bytes(b"")
+
+    assert is_model_folder(hub.install_model(tmp_path / "m[1]", make))
+    assert other.is_dir() and not own.exists()
 
 
 def test_only_what_an_engine_reads_is_wanted() -> None:
