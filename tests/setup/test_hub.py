@@ -434,6 +434,14 @@ def test_a_download_that_fails_gives_the_bars_back_and_says_whose_fault_it_is(
         assert not hub.are_progress_bars_disabled()
 
 
+def test_a_name_that_is_free(tmp_path: Path) -> None:
+    path = tmp_path / "model.damaged"
+    for expected in ("model.damaged", "model.damaged.1", "model.damaged.2"):
+        free = hub.first_free(path)
+        assert free.name == expected
+        free.mkdir()
+
+
 def test_only_stale_folders_of_this_model_are_swept_up(tmp_path: Path) -> None:
     """Brackets in its name would reach those of others."""
     own, other = tmp_path / ".m[1].partial-x", tmp_path / ".m1.partial-y"
