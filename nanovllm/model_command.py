@@ -24,11 +24,17 @@ def main(argv: list[str]) -> int:
     get.add_argument("--quiet", action="store_true", help="no progress bar")
     actions.add_parser("list", help="show the models that are here")
     options = parser.parse_args(argv)
+    if options.action == "get" and (options.revision if is_default(options.name) else options.source):
+        get.error("--revision is for a model of the hub, --from for the default model")
     return show_models() if options.action == "list" else fetch(options)
 
 
+def is_default(name: str) -> bool:
+    return name in ("default", DEFAULT_MODEL)
+
+
 def fetch(options: argparse.Namespace) -> int:
-    if options.name in ("default", DEFAULT_MODEL):
+    if is_default(options.name):
         folder = hub.ensure_default_model(options.source, show_progress=not options.quiet)
     else:
         folder = hub.ensure_hub_model(options.name, revision=options.revision, show_progress=not options.quiet)

@@ -112,6 +112,12 @@ def grade_class(folder: Path, output: Path, exercises: tuple[str, ...], options:
     return len(work)
 
 
+def without_answers(folder: Path, exercises: tuple[str, ...]) -> list[str]:
+    """The students whose folders hold no file of these exercises: nothing written, or one folder too deep."""
+    files = {exercise.file for exercise in Workbook.find().select(*exercises)}
+    return [path.name for path in student_folders(folder) if not any((path / file).is_file() for file in files)]
+
+
 def open_output(output: Path) -> TextIO:
     """The CSV, opened for writing before anything is graded. Raises WorkbookError where that cannot be."""
     try:

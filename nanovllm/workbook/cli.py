@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nanovllm.workbook.checking import check
-from nanovllm.workbook.classroom import ClassOptions, grade, grade_class
+from nanovllm.workbook.classroom import ClassOptions, grade, grade_class, without_answers
 from nanovllm.workbook.helping import hint, progress, reset, reveal, solve
 from nanovllm.workbook.quizzes import answer, quiz
 from nanovllm.workbook.updating import update
@@ -128,6 +128,10 @@ def grade_command(argv: list[str]) -> int:
         except KeyboardInterrupt:
             print(f"What is finished is in {output}; the same command with --resume goes on.", file=sys.stderr)
             raise
+        if missing := without_answers(Path(args.students), tuple(args.exercises)):
+            names = ", ".join(missing[:20]) + (", …" if len(missing) > 20 else "")
+            told = f"No chNN_*.py file of these exercises directly in {len(missing)} of the folders: {names}"
+            print(told, file=sys.stderr)
         print(f"{count} rows graded into {output}")
         return 0
     result = grade(*args.exercises, answers=args.answers, seed=args.seed, chain=args.chain, junit=args.junit)

@@ -72,11 +72,12 @@ def judge(error: BaseException | None, answer: Answer | None, exercise: Exercise
         story = answer.story if answer else [f"loading {exercise.file}"]
         got = str(error) if isinstance(error, TimeUp) else describe_error(error, workbook)
         expected = "an answer" if isinstance(error, TimeUp) else "no error"
-        broken = (answer.rule or rule) if answer else f"The file must load: {got}"
-        error = Rejected(story, got, expected, broken)
+        error = Rejected(story, got, expected, (answer.rule or rule) if answer else "The file must load.")
     head = f"exercise {exercise.id} {exercise.title}: {name.replace('__', ': ').replace('_', ' ')}"
     lines = [clip(head, 110), *error.lines(), f'next      hint("{exercise.id}") or: nanovllm hint {exercise.id}']
-    return TestResult(name, FAILED, seconds, "\n".join(lines), error.rule)
+    # Where only the rule is told (the table, a class's CSV), it says why the file does not load.
+    told = error.rule if answer else f"{error.rule.removesuffix('.')}: {error.got}"
+    return TestResult(name, FAILED, seconds, "\n".join(lines), told)
 
 
 def load_grader(path: Path) -> ModuleType:

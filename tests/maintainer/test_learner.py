@@ -510,6 +510,16 @@ def test_names_of_students_may_hold_anything(workbook: Workbook) -> None:
     ]  # fmt: skip
 
 
+def test_folders_without_answers_are_named(workbook: Workbook, capsys: pytest.CaptureFixture[str]) -> None:
+    file = workbook.exercise("4.1").file
+    students = write_students(workbook, ann=(workbook.solutions / file).read_text(encoding="utf-8"))
+    deep = students / "bob" / "exercises"  # a whole clone was handed in
+    deep.mkdir(parents=True)
+    shutil.copy(workbook.solutions / file, deep / file)
+    assert main(["grade", "4.1", "--class", str(students), "--csv", str(workbook.root / "grades.csv")]) == 0
+    assert capsys.readouterr().err.endswith("in 1 of the folders: bob\n")
+
+
 def test_a_teachers_mistakes_are_told_before_anything_is_graded(workbook: Workbook) -> None:
     students = write_students(workbook, ann="")
     out = workbook.root / "grades.csv"

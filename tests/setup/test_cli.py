@@ -129,6 +129,15 @@ def test_model_list(
     assert re.match(r"Qwen/Tiny +Qwen3ForCausalLM +\d+ MB +/", line) and line.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", [["--revision", "main"], ["Qwen/Qwen3-0.6B", "--from", "x.whl"]])
+def test_model_get_refuses_an_option_that_would_do_nothing(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["model", "get", *arguments])
+    assert stopped.value.code == 2 and "--from for the default model" in capsys.readouterr().err
+
+
 def test_model_list_loads_no_torch() -> None:
     code = (
         "import sys\nfrom nanovllm.cli import main\nmain(['model', 'list'])\n"
