@@ -62,6 +62,9 @@ def closed(llm: LLM) -> None:
     llm.exit()
     assert time.perf_counter() - dies_at_once < 5  # at once, on a busy machine
     assert not any(is_running(process.pid) for process in llm.ps)
+    ranks = llm.ranks  # whoever keeps the engine keeps nothing open with it: no pipe, file, port or shared memory
+    assert all(each.reports.closed and each.stderr.closed for each in ranks._ranks)
+    assert ranks.collectives._store is None and ranks.channel.memory is None
 
 
 def test_killed_before_the_first_step(tiny_model_dir: Path) -> None:

@@ -208,6 +208,22 @@ def test_only_the_first_failure_of_this_step_is_told(
     assert cold_tokens(pair) == expected
 
 
+def test_the_reason_of_a_failure_is_waited_for(
+    pair: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks before the report of what broke it has been read."""
+    real = pair.ranks._on_report
+
+    def late(*report: object) -> None:
+        time.sleep(0.3)
+        real(*report)
+
+    with monkeypatch.context() as patch, pytest.raises(RankError, match="planted on rank 1"):
+        patch.setattr(pair.ranks, "_on_report", late)
+        cold_tokens(pair, [[*faulty.SIGNAL, faulty.FAIL_ON_RANK_1]])
+    assert cold_tokens(pair) == expected
+
+
 def test_a_message_of_ten_megabytes(pair: LLM, expected: list[list[int]]) -> None:
     with pair.ranks.running("__setattr__", ("big", np.ones(10 << 20, np.uint8))):
         pass
