@@ -88,6 +88,17 @@ def test_boundary__one_rank_holds_everything(answer: Answer) -> None:
         answer.equal(load(answer, cls, numbered(3, 5), 1)[0], numbered(3, 5))
 
 
+def test_boundary__loaded_again(answer: Answer) -> None:
+    """Who loads another weight into the same layer gets that one."""
+    for cls, expected in ((ColumnParallelLinear, [[50.0, 51.0]]), (RowParallelLinear, [[50.0], [52.0]])):
+        answer.story.clear()
+        answer.note(f"{cls.__name__}: two weights [2, 2], one after the other, on rank 0 of 2")
+        layer = answer.parts.resolve(cls)(2, 2, tp=TPGroup(0, 2))
+        for start in (0.0, 50.0):
+            layer.weight_loader(layer.weight, numbered(2, 2) + start)
+        answer.equal(layer.weight.data, torch.tensor(expected))
+
+
 def test_boundary__last_rank(answer: Answer) -> None:
     """The last rank's part ends with the last output, or input."""
     answer.equal(load(answer, ColumnParallelLinear, numbered(8, 4), 4)[3], numbered(8, 4)[6:])

@@ -110,6 +110,19 @@ def test_boundary__other_parts_stay(answer: Answer) -> None:
     answer.equal((layer.weight.data != EMPTY).any(1).tolist(), [False, False, True, False])
 
 
+def test_boundary__loaded_again(answer: Answer) -> None:
+    """Who loads other weights into the same layer gets those."""
+    layer = qkv(answer, 4, 2, 1, 2, 1)
+    for start in (0, 50):
+        for shard_id, outputs in (("q", 4), ("k", 2), ("v", 2)):
+            load(answer, layer, layer.weight, numbered(start, outputs, 3), shard_id)
+    answer.equal(layer.weight.data, torch.cat([cut(numbered(50, outputs, 3), 2, 1) for outputs in (4, 2, 2)]))
+    layer = merged(answer, [4, 2], 2, 1)
+    for start in (0, 50):
+        load(answer, layer, layer.weight, numbered(start, 4, 3), 0)
+    answer.equal(layer.weight.data[:2], numbered(50, 4, 3)[2:])
+
+
 def test_boundary__sizes_differ(answer: Answer) -> None:
     """Each product is cut by its own size: keys are fewer than queries, and products may differ."""
     layer = qkv(answer, 6, 2, 1, 2, 1)
