@@ -478,7 +478,10 @@ def test_an_interrupt_of_class_mode_ends_at_once_and_keeps_what_is_finished(work
     arguments = ["grade", "4.1", "--class", str(students), "--csv", str(out), "--jobs", "2"]
     command = [sys.executable, "-m", "nanovllm", *arguments]
     environment = {**os.environ, **pytest_environment(workbook), "NANOVLLM_WORKBOOK": str(workbook.root)}
-    process = subprocess.Popen([*command, "--seconds", "200"], env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--seconds", "200"], env=environment, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    )  # fmt: skip
     try:
         deadline = time.monotonic() + 100
         while not (out.exists() and "ann" in out.read_text()) and time.monotonic() < deadline:
