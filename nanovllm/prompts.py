@@ -46,7 +46,7 @@ def token_id_list(prompt: Any) -> list[int]:
         if isinstance(prompt, (str, bytes, bytearray, Mapping)):
             raise TypeError(f"{type(prompt).__name__} is no list of token ids")
         items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-        if any(isinstance(item, bool) for item in items):
+        if any(map(is_truth_value, items)):
             raise TypeError("a bool is not a token id")
         return [index(item) for item in items]
     except TypeError as error:
@@ -56,6 +56,11 @@ def token_id_list(prompt: Any) -> list[int]:
 def whole_number(value: Any) -> int:
     """`value` as an int; -1, which numbers no request, if it is none."""
     try:
-        return -1 if isinstance(value, bool) else index(value)
+        return -1 if is_truth_value(value) else index(value)
     except TypeError:
         return -1
+
+
+def is_truth_value(value: Any) -> bool:
+    """Whether `value` is a bool, Python's or NumPy's: `operator.index` takes the first, and NumPy 1's the second, too."""
+    return isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", None) == "b"

@@ -102,6 +102,8 @@ def _refuse_unsupported(hf_config: Any) -> None:
         raise UnsupportedModelError("quantization_config is set; quantised checkpoints are not implemented")
     layer_types = getattr(hf_config, "layer_types", None)
     if isinstance(layer_types, (list, tuple)) and layer_types:
+        if len(layer_types) != getattr(hf_config, "num_hidden_layers", None):
+            raise UnsupportedModelError(f"layer_types names {len(layer_types)} layers, not num_hidden_layers")
         sliding = any(kind != "full_attention" for kind in layer_types)
     else:  # transformers 4.51: from layer max_window_layers on, if the switch is on
         first, layers = getattr(hf_config, "max_window_layers", 0), getattr(hf_config, "num_hidden_layers", 0)

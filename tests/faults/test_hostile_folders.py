@@ -179,6 +179,8 @@ def test_files_that_are_no_table(folder: Path, limits: None, name: str) -> None:
         except UnsupportedModelError as error:
             assert name in str(error) or case in ("twice", "nan", "huge int"), error
             continue
+        except RequestError as error:  # transformers 4 makes a tokenizer from what is left, without its template
+            assert name == "tokenizer_config.json" and "has no chat template" in str(error), case
         assert name in ("tokenizer_config.json", "generation_config.json") and case in ("nan", "twice"), case
 
 
