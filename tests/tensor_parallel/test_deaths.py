@@ -65,6 +65,7 @@ def closed(llm: LLM) -> None:
     ranks = llm.ranks  # whoever keeps the engine keeps nothing open with it: no pipe, file, port or shared memory
     assert all(each.reports.closed and each.stderr.closed for each in ranks._ranks)
     assert ranks.collectives._store is None and ranks.channel.memory is None
+    assert all(event._reader.closed and event._writer.closed for event in ranks.channel.events)
 
 
 def test_killed_before_the_first_step(tiny_model_dir: Path) -> None:
@@ -187,8 +188,10 @@ def test_a_rank_that_does_not_end_is_ended(tiny_model_dir: Path, monkeypatch: py
     monkeypatch.setattr(tensor_parallel, "GRACE", 0.5)
     llm = build(tiny_model_dir)
     os.kill(llm.ps[0].pid, signal.SIGSTOP)
+    monkeypatch.setattr(llm.ranks, "_on_end", lambda each: time.sleep(0.5))
     llm.exit()
     assert not is_running(llm.ps[0].pid)
+    assert not llm.ranks._watcher.is_alive(), "its pipes are closed only when nobody listens to them any more"
 
 
 def test_ranks_that_cannot_be_connected_any_more(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a runner gives back at its end, and when: played on a CPU, for a GPU keeps its memory until it is told."""
+"""What a runner takes of the memory, and what it gives back at its end, and when: played on a CPU, without a model."""
 
 import gc
 import sys
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.engine.parts import Parts
 from nanovllm.worker.model_runner import ModelRunner
 
 
@@ -57,3 +58,17 @@ def test_one_that_was_never_built_has_nothing(calls: list[str]) -> None:
     del made
     gc.collect()
     assert calls == []
+
+
+def test_the_pool_is_as_large_as_the_smallest_of_all_ranks() -> None:
+    """Every rank stores its share of the same blocks, so a block that one of them lacks is no block."""
+    made = object.__new__(ModelRunner)
+    made.device, made.dtype = torch.device("cpu"), torch.float32
+    made.model = SimpleNamespace(num_layers=2, num_kv_heads=1, head_dim=4)
+    made.config = SimpleNamespace(  # type: ignore[assignment]
+        num_kvcache_blocks=-1, kvcache_block_size=4, kv_cache_memory=1 << 16, max_model_len=16
+    )
+    made.link = SimpleNamespace(smallest=lambda value: value - 3)  # type: ignore[assignment]
+    cache = made._allocate_kv_cache(Parts())
+    assert made.config.num_kvcache_blocks == (1 << 16) // 256 - 3 == cache.shape[2]
+    made.model = made.link = None  # type: ignore[assignment]
