@@ -89,7 +89,7 @@ class Chapter:
     file: str
     exercises: tuple[Exercise, ...]
     quiz: tuple[dict[str, Any], ...]
-    env_without_gpu: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def total_points(self) -> int:
@@ -112,7 +112,7 @@ def read_chapter(path: Path) -> Chapter:
     )
     quiz_path = path.with_name(path.name.replace("ch", "quiz", 1))
     quiz = tomllib.loads(quiz_path.read_text(encoding="utf-8"))["question"] if quiz_path.exists() else []
-    return Chapter(number, data["title"], file, exercises, tuple(quiz), data.get("env_without_gpu", {}))
+    return Chapter(number, data["title"], file, exercises, tuple(quiz), data.get("environment", {}))
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,8 @@ class Workbook:
         return self.answers / ".state"
 
     def environment(self) -> dict[str, str]:
-        """What must be in the environment before answers are loaded: where there is no GPU, Triton's interpreter."""
-        if Path("/dev/nvidia0").exists():
-            return {}
-        return {name: value for chapter in self.chapters for name, value in chapter.env_without_gpu.items()}
+        """What must be in the environment before answers are graded, on a CPU as ever: Triton's interpreter."""
+        return {name: value for chapter in self.chapters for name, value in chapter.environment.items()}
 
     def chapter(self, number: str | int | float) -> Chapter:
         """The chapter "4" (also 4, "04" or "ch4")."""
