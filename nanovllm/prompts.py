@@ -62,5 +62,5 @@ def whole_number(value: Any) -> int:
 
 
 def is_truth_value(value: Any) -> bool:
-    """Whether `value` is a bool, Python's or NumPy's: `operator.index` takes the first, and NumPy 1's the second, too."""
+    """Whether `value` is a bool, Python's or NumPy's; `operator.index` takes the first, and with NumPy 1 the second."""
     return isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", None) == "b"
