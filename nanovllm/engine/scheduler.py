@@ -275,7 +275,10 @@ class Scheduler:
 
         Nothing that the failed step left behind is trusted, so the pool is emptied, the prefix cache with it.
         """
-        seqs = sorted({*self.waiting, *self.running}, key=lambda seq: seq.seq_id)
+        # Who had a seat comes before who never had one, also under a policy of a learner's that seats by other rules.
+        seqs = sorted(
+            {*self.waiting, *self.running}, key=lambda seq: (seq.status is SequenceStatus.WAITING, seq.seq_id)
+        )
         self.waiting.clear()
         self.running.clear()
         self.block_manager.reset()

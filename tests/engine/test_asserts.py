@@ -111,6 +111,17 @@ def test_after_a_failed_step_those_that_are_left_start_over_in_their_order() -> 
     assert list(scheduler.waiting) == [seqs[2], late] and scheduler.running == []
 
 
+def test_after_a_failed_step_who_had_a_seat_comes_first_under_any_policy() -> None:
+    scheduler = Scheduler(FakeConfig(max_num_seqs=1))
+    long, short = Sequence([1] * 9, block_size=4), Sequence([2], block_size=4)
+    scheduler.next_waiting = lambda: min(scheduler.waiting, key=len)  # type: ignore[method-assign]
+    for seq in (long, short):
+        scheduler.add(seq)
+    assert scheduler.schedule()[0] == [short]
+    scheduler.recover(set())
+    assert list(scheduler.waiting) == [short, long]
+
+
 @pytest.mark.parametrize("token_ids", [[3], [3, 4, 5], []])
 def test_every_row_has_one_token(token_ids: list[int | None]) -> None:
     scheduler, seqs = scheduled()

@@ -246,9 +246,7 @@ def test_a_stream_collected_in_the_middle_of_a_step(tiny_model_dir: Path) -> Non
 
 
 @pytest.mark.parametrize("look", [lambda llm: llm.is_finished(), lambda llm: not llm.snapshot().running])
-def test_who_looks_sees_no_request_of_a_stream_that_is_gone(
-    tiny_model_dir: Path, look: Callable[[LLM], bool]
-) -> None:
+def test_who_looks_sees_no_request_of_a_stream_that_is_gone(tiny_model_dir: Path, look: Callable[[LLM], bool]) -> None:
     """Its reader is gone, and its own clean-up was interrupted before it could give the request up."""
     with build(tiny_model_dir) as llm:
         held = llm.stream(PROMPTS[1], cold(50))

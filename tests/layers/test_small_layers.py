@@ -58,9 +58,7 @@ def test_rotary_equals_transformers(scaling: dict[str, Any] | None) -> None:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=300, **rope)
     positions = torch.tensor([0, 1, 2, 130, 131, 7, 299])
     q, k = torch.randn(7, 4, 16), torch.randn(7, 2, 16)
-    ours = RotaryEmbedding(
-        16, 300, options["rope_theta"], Llama3Scaling(8.0, 1.0, 4.0, 64) if scaling else None
-    )
+    ours = RotaryEmbedding(16, 300, options["rope_theta"], Llama3Scaling(8.0, 1.0, 4.0, 64) if scaling else None)
     got_q, got_k = ours(positions, q, k)
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     want_q, want_k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)

@@ -30,8 +30,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied, 9 heads and 3": (
         "llama",
-        {"tie_word_embeddings": True, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72,
-         "head_dim": 8},
+        {
+            "tie_word_embeddings": True,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "hidden_size": 72,
+            "head_dim": 8,
+        },
     ),  # fmt: skip
     "llama biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama 3 scaling": ("llama", {"rope_parameters": LLAMA3}),

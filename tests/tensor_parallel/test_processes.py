@@ -127,7 +127,10 @@ WHERE = {
     "where", ["in a step", *(pytest.param(each, marks=pytest.mark.slow) for each in ("idle", "at start-up"))]
 )
 def test_ranks_go_with_a_caller_that_is_killed(
-    where: str, tmp_path: Path, tiny_model_dir: Path, running: list[subprocess.Popen[str]],
+    where: str,
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    running: list[subprocess.Popen[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = named_shared_memory()

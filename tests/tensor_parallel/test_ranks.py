@@ -208,6 +208,22 @@ def test_only_the_first_failure_of_this_step_is_told(
     assert cold_tokens(pair) == expected
 
 
+def test_ranks_are_asked_before_and_after_a_step(
+    pair: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, a collective that was called back from waiting for a dead peer returns numbers, but wrong ones."""
+    ranks = pair.ranks
+    ranks._on_report(ranks._ranks[0], "failed", ranks._generation, "meanwhile")
+    with monkeypatch.context() as patch, pytest.raises(RankError, match="meanwhile"):
+        patch.setattr(ranks.channel, "write", lambda *message: pytest.fail("the others were told"))
+        with ranks.running("run", ()):
+            pytest.fail("the step began")
+    with pytest.raises(RankError, match="in the step"):
+        with ranks.running("__setattr__", ("unused", 1)):
+            ranks._on_report(ranks._ranks[0], "failed", ranks._generation, "in the step")
+    assert cold_tokens(pair) == expected
+
+
 def test_the_reason_of_a_failure_is_waited_for(
     pair: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
