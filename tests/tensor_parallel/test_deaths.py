@@ -209,6 +209,17 @@ def test_ranks_that_cannot_be_connected_any_more(tiny_model_dir: Path, monkeypat
     closed(llm)
 
 
+def test_a_death_ends_all_ranks_at_once(tiny_model_dir: Path) -> None:
+    """Not only when the caller comes by: a rank may wait for the dead one, and rank 0 for that rank."""
+    llm = build(tiny_model_dir)
+    llm.ranks._die(EngineDeadError("planted: rank 2 died"))
+    llm.ps[0].join(PATIENCE)
+    assert not is_running(llm.ps[0].pid)
+    with pytest.raises(EngineDeadError, match="rank 2 died"):
+        cold_tokens(llm)
+    closed(llm)
+
+
 def test_last_words_are_the_last_ones_and_need_not_be_text() -> None:
     with TemporaryFile() as stderr:
         stderr.write(b"first words" + b"\xff" * tensor_parallel.LAST_WORDS + b"goodbye")
