@@ -17,10 +17,11 @@ from nanovllm import LLM, ConfigError, SamplingParams
 from nanovllm.engine.parts import Parts
 from nanovllm.errors import EngineDeadError, RankError
 from nanovllm.layers.sampler import Sampler
+from nanovllm.worker import tensor_parallel
 from nanovllm.worker.message_channel import MessageChannel
 from nanovllm.worker.tensor_parallel import GRACE, share_of_cores
 from tests.tensor_parallel import faulty
-from tests.tensor_parallel.helpers import build, cold_tokens, holdings, is_running
+from tests.tensor_parallel.helpers import build, cold_tokens, holdings, is_running, link_of
 from tests.tensor_parallel.helpers import faulty as part
 from tests.tiny_models import make_tiny_model
 
@@ -46,6 +47,13 @@ def test_it_has_one_process_and_one_event_per_rank_above_0(pair: LLM) -> None:
     (process,) = pair.ps
     (event,) = pair.events
     assert process.is_alive() and process.pid != os.getpid() and not event.wait(0)
+
+
+def test_an_engine_listens_on_loopback_only(pair: LLM) -> None:
+    """Sockets of this process that wait for somebody (state 0A), by the address that they wait at."""
+    mine = {link.removeprefix("socket:[").rstrip("]") for link in map(link_of, os.listdir("/proc/self/fd"))}
+    sockets = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    assert {each[1].split(":")[0] for each in sockets if each[3] == "0A" and each[9] in mine} == {"0100007F"}
 
 
 def test_a_warm_run_repeats_itself(pair: LLM) -> None:
@@ -316,8 +324,11 @@ def test_the_default_model_on_three_ranks(default_model_dir: Path) -> None:
         build(default_model_dir, 2)
 
 
-def test_what_cannot_work_is_refused_before_a_process_is_started(tiny_model_dir: Path) -> None:
+def test_what_cannot_work_is_refused_before_a_process_is_started(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = holdings()["children"]
+    monkeypatch.setattr(tensor_parallel, "RankGroup", lambda *args: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match="sizes that do: 1, 2"):
         build(tiny_model_dir, 4)
     with pytest.raises(ConfigError, match="'Sampler' is a live object"):
