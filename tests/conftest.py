@@ -52,3 +52,10 @@ def default_model_dir() -> Path:
     if not is_model_folder(path):
         pytest.skip("the default model is not here; fetch it with: nanovllm model get")
     return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Test processes side by side must find the same names, so an object's address may not be part of one."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"give the cases of this test names of their own: {item.nodeid}")

@@ -289,7 +289,7 @@ def test_a_loaded_run_plays_from_its_first_step(tmp_path: Path) -> None:
         Player(recorder, [[1]])
 
 
-@pytest.mark.parametrize("wrong", [5, None, "run.jsonl", object(), Recorder], ids=repr)
+@pytest.mark.parametrize("wrong", [5, None, "run.jsonl", object(), Recorder], ids=lambda wrong: type(wrong).__name__)
 def test_what_is_no_engine_is_refused_by_name(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"live\(\) shows an engine.*, got "):
         live(wrong)  # type: ignore[arg-type]
