@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
 
 from nanovllm.bench import cpu
-from nanovllm.bench.cpu import Engine, Table, Workload
+from nanovllm.bench.cpu import Engine, Table, Workload, in_a_fresh_process
 from nanovllm.bench.llama_cpp import write_gguf
 
 
@@ -49,3 +50,9 @@ def test_the_gguf_file_holds_the_same_model(tmp_path: Path, kind: GGMLQuantizati
     four_bits = dequantize(quantize(matrix, GGMLQuantizationType.Q4_1), GGMLQuantizationType.Q4_1)
     got = dequantize(tensors["m"].data, kind).reshape(6, 64)
     assert np.abs(got - four_bits).max() < np.abs(four_bits).max() / (256 if kind.name == "BF16" else 100)
+
+
+def test_what_the_parent_holds_is_not_counted(default_model_dir: Path) -> None:
+    held = torch.ones(700 << 20, dtype=torch.uint8)
+    found = in_a_fresh_process(str(default_model_dir))
+    assert found["above_bytes"] > found["weights"] + found["touched_pool"] and len(held)
