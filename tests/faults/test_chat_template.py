@@ -110,6 +110,12 @@ def test_the_limits_hold_for_the_helper_that_runs() -> None:
     template.close()
 
 
+def run_isolated(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a bare Python as the helper's is; `sys.argv[1]` is where its packages lie."""
+    packages = str(Path(sys.modules["jinja2"].__file__ or "").parents[1])
+    return subprocess.run([sys.executable, "-I", "-S", "-c", code, packages], capture_output=True, text=True)
+
+
 def test_a_system_without_some_limit_has_the_others() -> None:
     code = (
         "import resource, runpy, sys; sys.path.append(sys.argv[1])\n"
@@ -122,8 +128,7 @@ def test_a_system_without_some_limit_has_the_others() -> None:
         "helper['give_up_rights'](512 << 20)\n"
         "print(resource.getrlimit(resource.RLIMIT_CORE))\n"
     )
-    packages = str(Path(sys.modules["jinja2"].__file__ or "").parents[1])
-    result = subprocess.run([sys.executable, "-I", "-S", "-c", code, packages], capture_output=True, text=True)
+    result = run_isolated(code)
     assert result.stdout == "(0, 0)\n", result.stderr
 
 
@@ -221,8 +226,7 @@ def test_a_conversation_is_not_charged_for_reading_and_for_the_one_before() -> N
         "sys.stdin = type('', (), {'buffer': Slow()})\n"
         "helper['serve'](0.3)\n"
     )
-    packages = str(Path(sys.modules["jinja2"].__file__ or "").parents[1])
-    result = subprocess.run([sys.executable, "-I", "-S", "-c", code, packages], capture_output=True, text=True)
+    result = run_isolated(code)
     assert result.returncode == 0, result.stderr
     assert result.stdout == '{"text": "hi"}\n' * 2
 
