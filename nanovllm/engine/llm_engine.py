@@ -68,9 +68,13 @@ class HookHandle:
 
     def remove(self) -> None:
         """Detach the hook; does nothing if it is gone already, or replaced by another one under the same key."""
-        engine = self._engine()
-        if engine is not None:
+        if (engine := self._engine()) is not None:
             engine.remove_step_hook(self._key, self._fn)
+
+    def __repr__(self) -> str:
+        is_on = (engine := self._engine()) is not None and engine._hooks.get(self._key) is self._fn
+        state = "is told of every step, until .remove()" if is_on else "is not attached any more"
+        return f"HookHandle({hook_name(self._fn)} {state})"
 
     def __enter__(self) -> Self:
         return self
@@ -481,8 +485,7 @@ class LLMEngine:
                 hook(record)
             except Exception as error:
                 self.remove_step_hook(key, hook)
-                name = getattr(hook, "__qualname__", None) or shown(hook)
-                tell(f"step hook {name} raised {shown(error)} in step {record.step} and was removed")
+                tell(f"step hook {hook_name(hook)} raised {shown(error)} in step {record.step} and was removed")
 
     # ---- text and tokens -----------------------------------------------------------------------------------------
 
@@ -633,6 +636,11 @@ def hook_key(key: Any) -> Any:
     except TypeError:
         return id(key)
     return key
+
+
+def hook_name(fn: StepHook) -> str:
+    """How messages name a step hook: as it was defined, or by its repr."""
+    return getattr(fn, "__qualname__", None) or shown(fn)
 
 
 def tell(message: str) -> None:

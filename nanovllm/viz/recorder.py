@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanovllm._html import ReprHTML
 from nanovllm.engine.events import (
     Admission,
     BlockEvent,
@@ -81,7 +82,7 @@ class Moment:
         return self.history.num_columns(None if self.is_latest or self.state is None else self.state.step)
 
 
-class Recorder:
+class Recorder(ReprHTML):
     """A step hook that remembers: `llm.observe(recorder)`, or `recorder.attach(llm)`, before the run or in its middle.
 
     keep: how many of the newest steps are kept whole. Everything else is bounded by itself: 256 columns, 512
@@ -100,10 +101,20 @@ class Recorder:
         self._cursor: EngineState | None = None  # what `at` folded last, since the next question is often one step on
 
     def __repr__(self) -> str:
-        if self.head is None:
-            return "Recorder(no steps yet)"
         steps = int(self.history.totals["steps"])
+        if self.head is None or not steps:
+            return "Recorder(no steps yet)"
         return f"Recorder({steps:,} steps up to step {self.head.step:,}, the newest {len(self.records)} whole)"
+
+    def _repr_rows(self) -> list[tuple[str, Any]]:
+        totals = self.history.totals
+        counted = ("finished", "preemptions", "prefill_tokens", "decode_tokens", "cached_tokens")
+        return [
+            ("last_step", self.last_step),
+            ("steps", self.steps),
+            ("requests", self.history.num_sequences),
+            *((name, int(totals[name])) for name in counted),
+        ]
 
     # -- listening
 

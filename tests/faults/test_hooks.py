@@ -1,5 +1,6 @@
 """Step hooks that misbehave: reported once, by name, and removed; the run goes on."""
 
+import gc
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,7 @@ import pytest
 
 from nanovllm import LLM, ConfigError, EngineBusyError
 from nanovllm.engine.events import StepRecord
+from nanovllm.viz import Recorder
 from tests.faults.engines import PROMPTS, assert_whole, build, cold, token_ids
 
 
@@ -110,6 +112,24 @@ def test_an_old_handle_does_not_take_off_the_hook_that_replaced_its_own(llm: LLM
     assert seen
     new.remove()
     assert not llm._hooks
+
+
+def test_a_handle_names_its_hook_and_says_whether_it_is_still_attached(tiny_model_dir: Path) -> None:
+    on, off = "is told of every step, until .remove()", "is not attached any more"
+    with build(tiny_model_dir) as llm:
+        first, second = llm.add_step_hook(print, key="cell"), llm.observe(Recorder())
+        assert repr(first) == f"HookHandle(print {on})"
+        assert repr(second) == f"HookHandle(Recorder(no steps yet) {on})"
+        assert repr(llm.add_step_hook(Nameless())) == f"HookHandle(<Nameless> {on})"
+        third = llm.add_step_hook(repr, key="cell")  # replaces the first
+        second.remove()
+        assert repr(first) == f"HookHandle(print {off})"
+        assert repr(second) == f"HookHandle(Recorder(no steps yet) {off})"
+        assert repr(third) == f"HookHandle(repr {on})"
+    assert repr(third) == f"HookHandle(repr {off})"  # the engine has been closed
+    del llm
+    gc.collect()
+    assert repr(third) == f"HookHandle(repr {off})"
 
 
 @pytest.mark.parametrize("hook", [None, 5, "print", [print]])

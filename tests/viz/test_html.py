@@ -49,10 +49,14 @@ def engine_objects() -> dict[str, Any]:
         "BlockManager": llm.scheduler.block_manager,
         "StepRecord": recorder.records[0],
         "EngineSnapshot": llm.snapshot(),
+        "Recorder": recorder,
     }
 
 
-@pytest.mark.parametrize("name", ["SamplingParams", "Sequence", "BlockManager", "StepRecord", "EngineSnapshot"])
+NAMES = ["SamplingParams", "Sequence", "BlockManager", "StepRecord", "EngineSnapshot", "Recorder"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_each_class_shows_a_table(name: str) -> None:
     value = engine_objects()[name]
     html = value._repr_html_()
@@ -77,6 +81,20 @@ def test_text_is_escaped_and_long_values_are_cut() -> None:
     assert shorten(list(range(100))).endswith("… 100 in all]") and len(shorten("x" * 500)) == 200
 
 
+def test_a_recorder_shows_what_it_has_seen_and_which_steps_it_keeps() -> None:
+    llm, recorder = ToyEngine(), Recorder(keep=3)
+    recorder.attach(llm)
+    for prompt in prompts_like_chats(2):
+        llm.add_request(prompt, SamplingParams(max_tokens=5))
+    while not llm.is_finished():
+        llm.step()
+    words = Tables(recorder._repr_html_()).words
+    shown = dict(zip(words[1::2], words[2::2], strict=True))
+    assert shown["last_step"] == "6" and shown["steps"] == "range(4, 7)"
+    assert shown["requests"] == shown["finished"] == "2" and shown["decode_tokens"] == "8"
+
+
 def test_objects_that_are_new() -> None:
+    assert "range(0, 0)" in Tables(Recorder()._repr_html_()).words
     assert "num_free_blocks" in Tables(BlockManager(4, 4)._repr_html_()).words
     assert "block_table" in Tables(Sequence([1, 2, 3])._repr_html_()).words
