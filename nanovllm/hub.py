@@ -14,7 +14,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
@@ -88,8 +88,7 @@ def install_model(target: Path, make: Callable[[Path], None]) -> Path:
         return target
     prefix = f".{target.name}.partial-"
     with storage_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(target.parent / f".{target.name}.lock"):
+        with locked(target.parent / f".{target.name}.lock"):
             if is_model_folder(target):
                 return target
             for stale in target.parent.glob(glob.escape(prefix) + "*"):  # of a process that was killed
@@ -105,6 +104,26 @@ def install_model(target: Path, make: Callable[[Path], None]) -> Path:
             finally:
                 shutil.rmtree(workplace, ignore_errors=True)
     return target
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of that name. Its file goes at the end, and so does an owner's folder that is empty then."""
+    lock = FileLock(path)
+    while not lock.is_locked:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # another process has just taken the empty folder away
+            lock.acquire()
+            if not path.exists():  # or the file that we have waited for; who comes next takes a new one, and so do we
+                lock.release()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
+        if path.parent.parent == cache_home():
+            with suppress(OSError):  # it is not empty
+                path.parent.rmdir()
 
 
 def first_free(path: Path) -> Path:

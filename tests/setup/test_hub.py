@@ -11,14 +11,17 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from nanovllm import hub
 from nanovllm.errors import DownloadError, ModelNotFoundError
@@ -71,12 +74,10 @@ def index(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def leftovers(home: Path) -> list[str]:
-    """What lies in the cache folder besides models and lock files."""
+    """What lies in the cache folder besides models: lock files and empty folders, too."""
     models = set(list_models().values())
     files = [path for path in home.rglob("*") if not any(path == model or model in path.parents for model in models)]
-    return sorted(
-        path.name for path in files if path.name[-5:] != ".lock" and not (path.is_dir() and any(path.iterdir()))
-    )
+    return sorted(path.name for path in files if not (path.is_dir() and any(path.iterdir())))
 
 
 # The default model.
@@ -440,6 +441,65 @@ def test_a_name_that_is_free(tmp_path: Path) -> None:
         free = hub.first_free(path)
         assert free.name == expected
         free.mkdir()
+
+
+def test_a_lock_lets_one_in_at_a_time_and_leaves_nothing(home: Path) -> None:
+    """Those who wait while file and folder go get in, too; one after the other."""
+    path, inside, most = home / "tiny" / ".model.lock", [0], list[int]()
+    barrier = threading.Barrier(3)
+
+    def enter() -> None:
+        barrier.wait(20)
+        for _ in range(4):
+            with suppress(ZeroDivisionError), hub.locked(path):
+                inside[0] += 1
+                most.append(inside[0])
+                time.sleep(0.01)
+                inside[0] -= 1
+                raise ZeroDivisionError("whatever was done has failed")
+
+    threads = [threading.Thread(target=enter) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    assert most == [1] * 12
+    assert list(home.iterdir()) == []
+
+
+def test_a_lock_begins_anew_where_another_process_has_just_cleared_away(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder before the lock file is made, or the file before it is locked: a lock that nobody else can see."""
+    path, calls, acquire = home / "tiny" / ".model.lock", list[int](), hub.FileLock.acquire
+
+    def after_another(lock: FileLock) -> None:
+        calls.append(len(calls) + 1)
+        if calls == [1]:
+            path.parent.rmdir()
+            raise FileNotFoundError(path)
+        acquire(lock)
+        if calls == [1, 2]:
+            path.unlink()
+
+    monkeypatch.setattr(hub.FileLock, "acquire", after_another)
+    with hub.locked(path):
+        assert path.exists() and calls == [1, 2, 3]
+    assert list(home.iterdir()) == []
+
+
+def test_a_lock_leaves_an_owner_s_other_models(home: Path, tiny_model_dir: Path) -> None:
+    shutil.copytree(tiny_model_dir, home / "tiny" / "other")
+    with pytest.raises(DownloadError, match="planted"):
+        hub.install_model(home / "tiny" / "model", fails)
+    assert list(list_models()) == ["tiny/other"] and leftovers(home) == []
+    with pytest.raises(DownloadError, match="planted"):
+        hub.install_model(home / "model", fails)
+    assert list(list_models()) == ["tiny/other"] and leftovers(home) == []
+
+
+def fails(staging: Path) -> None:
+    raise DownloadError("planted")
 
 
 def test_only_stale_folders_of_this_model_are_swept_up(tmp_path: Path) -> None:
