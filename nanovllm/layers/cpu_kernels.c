@@ -24,7 +24,7 @@ static int omp_get_max_threads(void) { return 1; }
 #endif
 
 /* AMX: tiles of 16 x 64 bytes, multiplied with each other by one instruction. */
-#if BFLOAT16 && !INT8 && defined(__AMX_BF16__) && defined(__linux__)
+#if BFLOAT16 && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -213,46 +213,133 @@ static void tiles_on(void) {
     _tile_loadconfig(&config);
 }
 
-/* x as the tile product wants it: [k / 32][16 rows each][16 pairs of inputs][16 rows][2]. */
-static void pack_tiles(const float *x, element *packed, int T, int64_t in) {
-    int groups = (T + 15) / 16;
-#pragma omp for schedule(static)
-    for (int64_t k = 0; k < in / 32; k++)
-        for (int t = 0; t < groups * 16; t++) {
-            element row[32] = {0};
-            if (t < T) put16(row, load(x + t * in + k * 32)), put16(row + 16, load(x + t * in + k * 32 + 16));
-            element *to = packed + ((k * groups + t / 16) * 256 + t % 16) * 2;
-            for (int pair = 0; pair < 16; pair++) memcpy(to + pair * 32, row + 2 * pair, 4);
-        }
+/* A tile holds 16 outputs x TILE_INPUTS inputs of the weight, just as it lies in memory, and is multiplied with tiles of
+ * as many inputs x 16 rows. Rows for int8 weights become int8 as well, in two parts: a number is scale * q, q an integer
+ * of 16 bits, q = 256 * part 0 + part 1, where part 0 has the sign. -3 is 256 * -1 + 253. That is as exact as bfloat16
+ * for numbers down to 1/128 of the row's largest. */
+#if INT8
+#define TILE_INPUTS 64
+#define PARTS 2
+#define PRODUCT(sums) _tile_dpbssd(sums, 4, 5)
+#define PRODUCT_OF_ODD(sums) _tile_dpbsud(sums, 4, 5)
+#else
+#define TILE_INPUTS 32
+#define PARTS 1
+#define PRODUCT(sums) _tile_dpbf16ps(sums, 4, 5)
+#define PRODUCT_OF_ODD PRODUCT
+#endif
+
+/* rows[i][j] becomes rows[j][i]: in turn blocks of 1, 2, 4 and 8 change places across the diagonal. */
+inline void transpose(v16 *rows) {
+    const i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int size = 1; size < 16; size *= 2) {
+        i16 second = (lane & size) != 0; /* -1 in lanes of a block's second half */
+        __m512i upper = (__m512i)((~second & lane) | (second & (lane - size + 16)));
+        __m512i lower = (__m512i)((~second & (lane + size)) | (second & (lane + 16)));
+        for (int i = 0; i < 16; i++)
+            if (!(i & size)) {
+                __m512 a = (__m512)rows[i], b = (__m512)rows[i + size];
+                rows[i] = (v16)_mm512_permutex2var_ps(a, upper, b);
+                rows[i + size] = (v16)_mm512_permutex2var_ps(a, lower, b);
+            }
+    }
 }
 
-/* A tile of 16 outputs x 32 inputs of the weight, just as it lies in memory, times 32 inputs x 16 rows. */
-static void tile_products(const Linear *l, const element *packed, float *y, int add, int T) {
-    int groups = (T + 15) / 16;
-#pragma omp for schedule(static) nowait
-    for (int64_t o = 0; o < l->out / 16 * 16; o += 16) {
-        _tile_zero(0);
-        if (groups > 1) _tile_zero(1);
-        if (groups > 2) _tile_zero(2);
-        if (groups > 3) _tile_zero(3);
-        for (int64_t k = 0; k < l->in; k += 32) {
-            const element *inputs = packed + k * 16 * groups;
-            for (int i = 16; i < 32; i++) __builtin_prefetch(l->w + (o + i) * l->in + k);
-            _tile_loadd(4, l->w + o * l->in + k, l->in * 2);
-            _tile_loadd(5, inputs, 64);
-            _tile_dpbf16ps(0, 4, 5);
-            if (groups > 1) { _tile_loadd(5, inputs + 512, 64); _tile_dpbf16ps(1, 4, 5); }
-            if (groups > 2) { _tile_loadd(5, inputs + 1024, 64); _tile_dpbf16ps(2, 4, 5); }
-            if (groups > 3) { _tile_loadd(5, inputs + 1536, 64); _tile_dpbf16ps(3, 4, 5); }
-        }
-        float sums[4][16][16]; /* [16 rows each][output][row] */
-        _tile_stored(0, sums[0], 64);
-        if (groups > 1) _tile_stored(1, sums[1], 64);
-        if (groups > 2) _tile_stored(2, sums[2], 64);
-        if (groups > 3) _tile_stored(3, sums[3], 64);
-        for (int t = 0; t < T; t++)
-            for (int i = 0; i < 16; i++) finish(l, y, add, t, o + i, sums[t / 16][i][t % 16]);
+#if INT8
+/* The factor between a row's numbers and its 16-bit integers; at most 127 * 256, so that part 0 does not overflow. */
+static void row_scales(const float *x, float *scales, int T, int64_t in) {
+    for (int t = 0; t < T; t++) {
+        v16 most = splat(0.0f);
+        for (int64_t i = 0; i < in; i += 16) most = larger(most, larger(load(x + t * in + i), -load(x + t * in + i)));
+        float top = most[0];
+        for (int i = 1; i < 16; i++) top = most[i] > top ? most[i] : top;
+        scales[t] = top / (127 * 256);
     }
+}
+#endif
+
+/* x as the tiles want it: [inputs / TILE_INPUTS][16 rows each][PARTS][16 words of inputs][16 rows]. A word of 32 bits has
+ * two bfloat16 or four int8, so 16 rows of one tile are 16 x 16 words, and what is wanted is that with rows and columns
+ * exchanged. */
+static void pack_tiles(const float *x, const float *scales, char *packed, int T, int64_t in) {
+    int64_t groups = (T + 15) / 16;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < in / TILE_INPUTS * groups; i++) {
+        const float *first = x + i % groups * 16 * in + i / groups * TILE_INPUTS;
+        v16 words[PARTS][16] = {0};
+        for (int t = 0; t < 16 && i % groups * 16 + t < T; t++) {
+            const float *row = first + t * in;
+#if INT8
+            float scale = scales[i % groups * 16 + t], factor = scale > 0.0f ? 1.0f / scale : 0.0f;
+            for (int j = 0; j < 64; j += 16) {
+                v16 exact = load(row + j) * factor;
+                i16 q = (i16)_mm512_cvtps_epi32((__m512)exact); /* to the nearest */
+                _mm_storeu_si128((__m128i *)((char *)&words[0][t] + j), _mm512_cvtepi32_epi8((__m512i)(q >> 8)));
+                _mm_storeu_si128((__m128i *)((char *)&words[1][t] + j), _mm512_cvtepi32_epi8((__m512i)q));
+            }
+#else
+            put16((element *)&words[0][t], load(row)), put16((element *)&words[0][t] + 16, load(row + 16));
+#endif
+        }
+        for (int part = 0; part < PARTS; part++) {
+            transpose(words[part]);
+            memcpy(packed + (i * PARTS + part) * 1024, words[part], 1024);
+        }
+    }
+}
+
+/* y [T, out] for 16 outputs from `o` on and up to 16 rows from `t` on, of sums [PARTS][16 outputs][16 rows]. */
+inline void finish_tiles(const Linear *l, const float *sums, const float *scales, float *y, int add, int T, int64_t t,
+                         int64_t o) {
+    v16 values[16];
+    for (int i = 0; i < 16; i++) {
+#if INT8
+        i16 parts[2];
+        memcpy(parts, sums + i * 16, 64), memcpy(parts + 1, sums + 256 + i * 16, 64);
+        values[i] = __builtin_convertvector(parts[0], v16) * 256.0f + __builtin_convertvector(parts[1], v16);
+#else
+        values[i] = load(sums + i * 16);
+#endif
+    }
+    transpose(values);
+    for (int i = 0; i < 16 && t + i < T; i++) {
+        v16 value = values[i];
+#if INT8
+        value *= load(l->scale + o) * scales[t + i];
+#endif
+        float *to = y + (t + i) * l->out + o;
+        if (l->bias) value += load(l->bias + o);
+        store(to, add ? load(to) + value : value);
+    }
+}
+
+/* The sums of four tiles of x at a time: of 64 rows, or of 32 in two parts. */
+static void tile_products(const Linear *l, const char *packed, const float *scales, float *y, int add, int T) {
+    int64_t tiles = (T + 15) / 16 * PARTS, stride = l->in * (int64_t)sizeof(weight);
+#pragma omp for schedule(static) nowait
+    for (int64_t o = 0; o < l->out / 16 * 16; o += 16)
+        for (int64_t first = 0; first < tiles; first += 4) {
+            int64_t now = tiles - first < 4 ? tiles - first : 4;
+            const weight *w = l->w + o * l->in;
+            _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+            for (int64_t k = 0; k < l->in / TILE_INPUTS; k++, w += TILE_INPUTS) {
+                const char *inputs = packed + (k * tiles + first) * 1024;
+                if (first == 0)
+                    for (int i = 16; i < 32; i++) __builtin_prefetch(w + i * l->in);
+                _tile_loadd(4, w, stride);
+                _tile_loadd(5, inputs, 64); PRODUCT(0);
+                if (now > 1) { _tile_loadd(5, inputs + 1024, 64); PRODUCT_OF_ODD(1); }
+                if (now > 2) { _tile_loadd(5, inputs + 2048, 64); PRODUCT(2); }
+                if (now > 3) { _tile_loadd(5, inputs + 3072, 64); PRODUCT_OF_ODD(3); }
+            }
+            float sums[4][256];
+            _tile_stored(0, sums[0], 64);
+            if (now > 1) _tile_stored(1, sums[1], 64);
+            if (now > 2) _tile_stored(2, sums[2], 64);
+            if (now > 3) _tile_stored(3, sums[3], 64);
+            for (int64_t tile = 0; tile < now; tile += PARTS)
+                finish_tiles(l, sums[tile], scales, y, add, T, (first + tile) / PARTS * 16, o);
+        }
 }
 #endif
 
@@ -269,8 +356,12 @@ static void multiply(const Linear *l, const float *x, float *y, int add, int T, 
     int64_t done = 0;
 #if TILES
     if (tiles) {
-        pack_tiles(x, (element *)packed, T, l->in);
-        tile_products(l, (element *)packed, y, add, T);
+        float scales[MAX_ROWS]; /* of int8 rows; each thread finds them for itself */
+#if INT8
+        row_scales(x, scales, T, l->in);
+#endif
+        pack_tiles(x, scales, (char *)packed, T, l->in);
+        tile_products(l, (char *)packed, scales, y, add, T);
         done = l->out / 16 * 16;
     }
 #endif
