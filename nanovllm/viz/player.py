@@ -139,20 +139,26 @@ class Player:
 
     # -- what the reader, or a cell, can ask for
 
+    def _halt(self) -> None:
+        """What each of these begins with: stand still, and forget what went wrong with the one before."""
+        self.playing, self.error = False, None
+
     def play(self) -> Self:
         """Play on, from the step that is shown."""
+        self._halt()
         self.playing, self._until = not self.is_over, None
         self._poke()
         return self
 
     def pause(self) -> Self:
-        self.playing, self._until = False, None
+        self._halt()
+        self._until = None
         self._draw()
         return self
 
     def step(self, count: int = 1) -> Self:
         """Take so many steps now: through the record while there is one, then with the engine."""
-        self.playing = False
+        self._halt()
         self._take(count)
         self._draw()
         return self
@@ -163,7 +169,7 @@ class Player:
 
     def seek(self, step: int) -> Self:
         """Show the nearest step that is kept."""
-        self.playing = False
+        self._halt()
         steps = self.recorder.steps
         if steps:
             self.cursor = min(max(step, steps[0]), steps[-1])
@@ -174,6 +180,7 @@ class Player:
         """Play until the next "preempt", "evict", "hit", "finish" or "any" of them, and pause there."""
         if event not in EVENTS:
             raise ValueError(f"event must be one of {', '.join(map(repr, EVENTS))}; got {event!r}")
+        self._halt()
         self.playing, self._until = not self.is_over, event
         if self._task is None:  # nobody to play in the background: play here
             self._take(None)
@@ -183,7 +190,8 @@ class Player:
 
     def finish(self) -> Self:
         """Take all steps that are left, in this cell; interrupting it stops at a step's end. Then leave a still."""
-        self.playing, self._until = False, None
+        self._halt()
+        self._until = None
         interrupts = Interrupts()
         with interrupts:
             while not interrupts.count and self._advance():
@@ -320,7 +328,7 @@ class Player:
                 self._loop.call_soon_threadsafe(self._wake.set)
 
     def _obey(self, message: dict[str, Any]) -> None:
-        self._touched = True
+        self._touched, self.error = True, None
         wish = message.get("do")
         actions = {"play": self.play, "pause": self.pause, "step": self.step, "back": self.back}
         try:

@@ -321,6 +321,35 @@ def test_a_click_that_cannot_be_obeyed_is_shown(message: dict[str, Any]) -> None
     assert player.error is not None and "stopped: " in repr(player)
 
 
+@pytest.mark.parametrize("do", ["play", "pause", "step", "back", "until", "speed"])
+def test_the_click_after_a_failed_one_is_obeyed_and_shows_no_error(do: str) -> None:
+    player = Player(ToyEngine(), [[1, 2, 3]], SamplingParams(max_tokens=5), paused=True)
+    player.step(2)
+    player._obey({"do": "seek"})
+    assert player.error is not None and player.is_over
+    player._obey({"do": do, "event": "finish", "value": 2})
+    assert player.error is None and "stopped" not in repr(player)
+    player.finish()
+    assert len(player.token_ids[0]) == 5
+
+
+@pytest.mark.parametrize("again", ["play", "pause", "step", "back", "until", "finish"])
+def test_a_cell_goes_on_after_a_step_that_failed(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise OSError("planted")
+
+    llm = ToyEngine()
+    player = Player(llm, [[1, 2, 3]], SamplingParams(max_tokens=5))
+    player.step().playing = True
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "step", fails)
+        player._play_slice()
+    assert "stopped: OSError: planted" in repr(player) and not player.playing
+    getattr(player, again)()
+    assert player.error is None and "stopped" not in repr(player)
+    assert len(player.finish().token_ids[0]) == 5
+
+
 def test_a_player_outlives_its_loop_and_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def dead(seq_id: int) -> bool:
         raise EngineDeadError("this engine was closed")
