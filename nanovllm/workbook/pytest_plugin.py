@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from nanovllm.workbook.outcomes import FAILED, NOT_RUN, TODO, ExerciseResult, Te
 from nanovllm.workbook.runner import judge, rule_of, time_limit
 
 CHAPTER_FOLDER = re.compile(r"ch\d\d")
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # on Linux, and on Windows with WSL
 GRADER_FILE = re.compile(r"test_ex(\d+)_(\d+)_\w+\.py$")
 SESSION: pytest.StashKey["GradingSession"] = pytest.StashKey()
 RESULT: pytest.StashKey[TestResult] = pytest.StashKey()
@@ -83,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.option.ex or config.option.ch or config.option.grade_json or config.option.answers:
             raise pytest.UsageError(str(error)) from None
         return
-    if grades_only(config) or not Path("/dev/nvidia0").exists():  # other tests use a GPU where there is one
+    if grades_only(config) or not has_gpu():  # graders' tensors are a CPU's; other tests use a GPU where there is one
         for name, value in session.workbook.environment().items():  # before anything is imported that reads it
             os.environ.setdefault(name, value)
 
@@ -92,6 +94,11 @@ def grades_only(config: pytest.Config) -> bool:
     """Whether all that pytest was asked to run lies in the folders tests/chNN."""
     paths = [config.invocation_params.dir / str(argument).split("::")[0] for argument in config.args]
     return all(any(CHAPTER_FOLDER.fullmatch(part) for part in path.parts) for path in paths)
+
+
+def has_gpu() -> bool:
+    """Whether PyTorch can use a GPU here. It is imported, and asked, only where there is a driver for one."""
+    return any(Path(driver).exists() for driver in DRIVERS) and bool(import_module("torch").cuda.is_available())
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
