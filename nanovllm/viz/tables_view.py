@@ -163,8 +163,11 @@ class BlockTablesView(View):
         some = fill > 0
         scene.rects(x[some], y[some], fill[some], h, hues[some], tags=tags[some])
         scene.rects(x[is_hit] + 1, y[is_hit] + 1, w - 2, h - 2, stroke="ink", line_width=2)
-        colors = np.where(fill >= 0.5 * w, COLOR["on_hue"], COLOR["ink"])  # on the colour, or on the empty rest
-        scene.text(x + w / 2, y + h / 2, [str(cell.block_id) for cell in cells], 9.5, color=colors, align="c")
+        # The number stands on the wider part, the coloured or the empty one: on a dark page no ink suits both.
+        is_on_hue = fill >= 0.5 * w
+        middle = x + np.where(is_on_hue, fill, fill + w) / 2
+        colors = np.where(is_on_hue, COLOR["on_hue"], COLOR["ink"])
+        scene.text(middle, y + h / 2, [str(cell.block_id) for cell in cells], 9.5, color=colors, align="c")
 
     # -- token by token
 

@@ -192,6 +192,31 @@ def test_the_last_block_is_filled_as_far_as_it_is() -> None:
     assert "block 1: 8 | 9 | 10 | _ | _ | _ | _ | _" in words
 
 
+def test_the_number_of_a_block_stands_where_its_ink_can_be_read() -> None:
+    """Dark ink on the coloured part, the page's ink on the empty one; on a dark page that is light."""
+    recorder, llm = watched(1, 3, num_kvcache_blocks=96, kvcache_block_size=8)
+    shares = set()
+    for _ in range(30):
+        llm.step()
+        scene = BlockTablesView(recorder).scene()
+        hues = [item for item in scene.items if isinstance(item, Rects) and item.fill[0] >= hue(0)]
+        colored = np.concatenate([item.xywh for item in hues if item.tags is not None])
+        (numbers,) = (item for item in scene.items if isinstance(item, Texts) and item.align == "c")
+        for string, (x, y), color in zip(numbers.strings, numbers.xy, numbers.color, strict=True):
+            half = text_width(string, numbers.size) / 2
+            under = [
+                box
+                for box in colored
+                if box[1] < y < box[1] + box[3] and box[0] < x + half and x - half < box[0] + box[2]
+            ]
+            if list(PALETTE)[color] == "ink":
+                assert under == []
+            else:
+                assert [box[0] <= x - half and x + half <= box[0] + box[2] for box in under] == [True]
+                shares.add(round(float(under[0][2])))
+    assert len(shares) > 2  # blocks of several fillings were seen
+
+
 def test_prefill_and_decode_bars_of_a_step_add_up_to_its_tokens() -> None:
     recorder, _ = watched(**SIZES["mixed"])  # type: ignore[arg-type]
     series = recorder.history.series()
