@@ -166,8 +166,9 @@ def attend(self: TorchAttention, q: Tensor, k_cache: Tensor, v_cache: Tensor, me
     weighted sum of their values. N / K neighbouring heads share keys: of N = 6 heads and K = 2 kv heads, heads 0, 1, 2
     read kv head 0 and heads 3, 4, 5 kv head 1 (`self.num_heads`, `self.num_kv_heads`).
 
-    Returns [T, N, H]. Entries of a block table behind a row's last block mean nothing and may be any number; slots
-    behind a row's last token may hold anything, even NaN. A row with context_len 0 is padding: any finite values.
+    Returns [T, N, H] in q's dtype. Entries of a block table behind a row's last block mean nothing and may be any
+    number; slots behind a row's last token may hold anything, even NaN. A row with context_len 0 is padding: any finite
+    values.
     """
     # --- your code (3.6) ---
     raise ExerciseTodo("3.6")

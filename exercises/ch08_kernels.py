@@ -78,7 +78,7 @@ def decode_kernel(
 def decode(
     self: TritonAttention, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor
 ) -> Tensor:
-    """Exercise 8.2, part two. Start `decode_kernel`, and return its result [B, N, H].
+    """Exercise 8.2, part two. Start `decode_kernel`, and return its result: [B, N, H] in q's dtype.
 
     q: [B, N, H], maybe not contiguous. block_tables: [B, max_blocks] int32, context_lens: [B] int32.
     """

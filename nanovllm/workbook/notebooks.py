@@ -26,7 +26,7 @@ import nbformat
 from nanovllm.errors import NanoVLLMError
 from nanovllm.workbook.catalogue import Workbook
 from nanovllm.workbook.generate import stubs
-from nanovllm.workbook.page import PACKAGE, fingerprint, source_text
+from nanovllm.workbook.page import PACKAGE, exercise_card, fingerprint, source_text
 from nanovllm.workbook.state import write_text
 
 MAX_BYTES = 1_000_000
@@ -297,10 +297,21 @@ def check_output(output: Any) -> Iterator[str]:
             yield f"shows {json.loads(asked)[0]} as it was, not as it is"
 
 
+def check_cards(notebook: nbformat.NotebookNode, workbook: Workbook) -> Iterator[str]:
+    """Exercises whose saved card is not what the card says today."""
+    for cell in notebook.cells:
+        for name, exercise in calls_in(cell.source) if cell.cell_type == "code" else ():
+            if name == "exercise_card" and exercise is not None:
+                card = repr(exercise_card(exercise, workbook))
+                if all(output.get("data", {}).get("text/plain") != card for output in cell.outputs):
+                    yield f"shows exercise {exercise} as it was, not as it is"
+
+
 def check(path: Path, workbook: Workbook) -> list[str]:
     """Everything that is wrong with a committed notebook."""
     notebook = nbformat.read(path, as_version=4)
-    return check_page(notebook, path, workbook) + check_saved(notebook, path.stat().st_size)
+    saved = check_saved(notebook, path.stat().st_size)
+    return [*check_page(notebook, path, workbook), *saved, *check_cards(notebook, workbook)]
 
 
 # -- the command

@@ -103,6 +103,30 @@ def test_metadata_is_complete(exercise: Exercise) -> None:
         assert text is not None and f"Exercise {exercise.id}" in text, f"{name} does not name its exercise"
 
 
+def demanded_dtypes(grader: str) -> set[str]:
+    """Names of the number formats that a grader compares a result's `dtype` with."""
+    comparisons = [
+        node
+        for node in ast.walk(ast.parse(grader))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "equal"
+    ]
+    return {
+        wanted.attr
+        for call in comparisons
+        if any(isinstance(part, ast.Attribute) and part.attr == "dtype" for part in ast.walk(call.args[0]))
+        for wanted in ast.walk(call.args[1])
+        if isinstance(wanted, ast.Attribute) and isinstance(wanted.value, ast.Name) and wanted.value.id == "torch"
+    }
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=by_id)
+def test_a_number_format_that_is_graded_is_asked_for(exercise: Exercise) -> None:
+    grader, solution = WORKBOOK.root / exercise.test_file, solution_of(exercise)
+    asked = "\n".join(line for name in exercise.objects for line in signature(definition(solution, name) or ""))
+    for name in demanded_dtypes(grader.read_text(encoding="utf-8")):
+        assert name in asked or "dtype" in asked, f"{exercise.id} never says that its result is {name}"
+
+
 @pytest.mark.parametrize("exercise", EXERCISES, ids=by_id)
 def test_nothing_leaks_a_line_of_the_answer(exercise: Exercise) -> None:
     grader = (WORKBOOK.root / exercise.test_file).read_text(encoding="utf-8")

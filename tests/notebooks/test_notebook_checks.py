@@ -253,3 +253,12 @@ def test_a_card_shown_on_a_page_is_no_pasted_code(tmp_path: Path) -> None:
     notebook = page()
     notebook.cells[1].source += "\n" + repr(exercise_card("4.1"))
     assert page_faults(notebook, tmp_path) == []
+
+
+def test_a_saved_card_says_what_the_exercise_says_today() -> None:
+    now, then = (with_output(**{"text/plain": repr(exercise_card("4.1")) + more}) for more in ("", "and an old line"))
+    for notebook in (now, then):
+        notebook.cells = [cell for cell in notebook.cells if cell.get("outputs")]
+        notebook.cells[0].source = 'exercise_card("4.1")'
+    assert list(notebooks.check_cards(now, WORKBOOK)) == []
+    assert list(notebooks.check_cards(then, WORKBOOK)) == ["shows exercise 4.1 as it was, not as it is"]
