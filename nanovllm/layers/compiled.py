@@ -119,17 +119,17 @@ class CompiledProduct:
     def __call__(self, x: Tensor) -> Tensor:
         if self.logits:
             return torch.cat([self.multiply(part) for part in x.split(MAX_ROWS)])
-        return self.multiply(x).to(x.dtype) if len(x) <= MAX_ROWS else F.linear(x, self.weight, self.bias)
+        return self.multiply(x) if len(x) <= MAX_ROWS else F.linear(x, self.weight, self.bias)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """x [T <= 64, in] -> [T, out] float32. T may be 0: a step of nothing but chunks samples no token."""
+        """x [T <= 64, in] -> [T, out]. T may be 0: a step of nothing but chunks samples no token."""
         x, rows = x.contiguous(), len(x)
-        y = torch.empty(rows, self.weight.shape[0])
+        y = torch.empty(rows, self.weight.shape[0], dtype=torch.float32 if self.logits else x.dtype)
         if not rows:
             return y
-        memory = torch.empty(2 * -(-rows // 16) * 16 * x.shape[1])
+        memory = torch.empty(-(-rows // 16) * 16 * x.shape[1])
         self.kernels.linear(
-            ctypes.byref(self.struct), pointer(x), pointer(y), rows, pointer(memory), self.tiles,
+            ctypes.byref(self.struct), pointer(x), pointer(y), int(not self.logits), rows, pointer(memory), self.tiles,
         )  # fmt: skip
         return y
 

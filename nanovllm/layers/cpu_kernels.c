@@ -24,8 +24,10 @@ static int omp_get_max_threads(void) { return 1; }
 #endif
 
 /* AMX: tiles of 16 x 64 bytes, multiplied with each other by one instruction. */
-#if BFLOAT16 && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#if defined(__AVX512BF16__)
 #include <immintrin.h>
+#endif
+#if BFLOAT16 && defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define TILES 1
@@ -35,6 +37,7 @@ static int omp_get_max_threads(void) { return 1; }
 
 #define MAX_ROWS 64 /* in a step: AMX has eight tiles, of which four hold the sums of 16 rows each */
 #define AT_ONCE 4   /* outputs, rows or heads whose sums are kept in registers */
+#define AHEAD 12    /* keys: what is so far ahead is on its way from memory */
 #define inline static inline __attribute__((always_inline))
 
 /* ---- sixteen numbers at a time; the compiler maps them to what the CPU has ----
@@ -91,8 +94,12 @@ inline void split(const element *p, v16 *x) {
     x[1] = (v16)(words & 0xffff0000u);
 }
 inline void put16(element *p, v16 x) { /* to the nearest, ties to even */
+#ifdef __AVX512BF16__
+    __m256bh upper = _mm512_cvtneps_pbh((__m512)x);
+#else
     u16 bits = (u16)x;
     h16 upper = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, h16);
+#endif
     memcpy(p, &upper, sizeof upper);
 }
 inline v16 get16(const element *p) {
@@ -111,6 +118,16 @@ inline void put16(element *p, v16 x) { store(p, x); }
 inline v16 get16(const element *p) { return load(p); }
 #define DEALT 1
 #endif
+
+inline void put(element *p, float x) {
+    element copies[16];
+    put16(copies, splat(x));
+    *p = copies[0];
+}
+/* 16 numbers of an array of elements (`rounded`, a constant) or of floats. */
+inline v16 numbers(const void *x, int64_t i, int rounded) {
+    return rounded ? get16((const element *)x + i) : load((const float *)x + i);
+}
 
 /* Weights, WEIGHTS at a time. Four int8 lie in a 32-bit word and are dealt in four ways. */
 #if INT8
@@ -167,18 +184,22 @@ typedef struct { /* places in the caller's memory, see `lay_out` */
     int64_t scores_size, bytes;
 } Work;
 
-/* ---- products: y [T, out] = (add ? y : 0) + x [T, in] w' + bias, by all threads of the region together ---- */
+/* ---- products: y [T, out] = x [T, in] w' + bias, by all threads of the region together ---- */
 
-inline void finish(const Linear *l, float *y, int add, int64_t t, int64_t o, float value) {
-    float *to = y + t * l->out + o;
+enum Goes { SET, ADD, ROUND }; /* to y: floats that are set, floats that are added to, or elements */
+
+inline void finish(const Linear *l, void *y, int goes, int64_t t, int64_t o, float value) {
+    float *to = (float *)y + t * l->out + o;
 #if INT8
     value *= l->scale[o];
 #endif
-    *to = (add ? *to : 0.0f) + value + (l->bias ? l->bias[o] : 0.0f);
+    if (l->bias) value += l->bias[o];
+    if (goes == ROUND) put((element *)y + t * l->out + o, value);
+    else *to = goes == ADD ? *to + value : value;
 }
 
 /* `outs` outputs from `o` on for `rows` rows from `t` on; both are constants where this is called. */
-inline void dots(const Linear *l, const float *dealt, float *y, int add, int64_t o, int64_t t, int outs, int rows) {
+inline void dots(const Linear *l, const float *dealt, void *y, int goes, int64_t o, int64_t t, int outs, int rows) {
     v16 acc[AT_ONCE][AT_ONCE] = {0};
     for (int64_t k = 0; k < l->in; k += WEIGHTS)
         for (int i = 0; i < outs; i++) {
@@ -189,44 +210,43 @@ inline void dots(const Linear *l, const float *dealt, float *y, int add, int64_t
                     acc[i][j] += w[part] * load(dealt + (t + j) * l->in + k + 16 * part);
         }
     for (int i = 0; i < outs; i++)
-        for (int j = 0; j < rows; j++) finish(l, y, add, t + j, o + i, sum(acc[i][j]));
+        for (int j = 0; j < rows; j++) finish(l, y, goes, t + j, o + i, sum(acc[i][j]));
 }
 
-static void dot_products(const Linear *l, const float *dealt, float *y, int add, int T, int64_t first) {
-#pragma omp for schedule(static) nowait
-    for (int64_t o = first; o < l->out; o += AT_ONCE)
+static void dot_products(const Linear *l, const float *dealt, void *y, int goes, int T) {
+#pragma omp for schedule(static)
+    for (int64_t o = 0; o < l->out; o += AT_ONCE)
         for (int t = 0; t < T; t += AT_ONCE) {
             if (l->out - o < AT_ONCE) {
                 for (int64_t i = o; i < l->out; i++)
-                    for (int j = t; j < T && j < t + AT_ONCE; j++) dots(l, dealt, y, add, i, j, 1, 1);
-            } else if (T - t == 1) dots(l, dealt, y, add, o, t, AT_ONCE, 1);
-            else if (T - t == 2) dots(l, dealt, y, add, o, t, AT_ONCE, 2);
-            else if (T - t == 3) dots(l, dealt, y, add, o, t, AT_ONCE, 3);
-            else dots(l, dealt, y, add, o, t, AT_ONCE, AT_ONCE);
+                    for (int j = t; j < T && j < t + AT_ONCE; j++) dots(l, dealt, y, goes, i, j, 1, 1);
+            } else if (T - t == 1) dots(l, dealt, y, goes, o, t, AT_ONCE, 1);
+            else if (T - t == 2) dots(l, dealt, y, goes, o, t, AT_ONCE, 2);
+            else if (T - t == 3) dots(l, dealt, y, goes, o, t, AT_ONCE, 3);
+            else dots(l, dealt, y, goes, o, t, AT_ONCE, AT_ONCE);
         }
 }
 
 #if TILES
 static void tiles_on(void) {
     struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } config = {.palette = 1};
-    for (int i = 0; i < 6; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
     _tile_loadconfig(&config);
 }
 
-/* A tile holds 16 outputs x TILE_INPUTS inputs of the weight, just as it lies in memory, and is multiplied with tiles of
- * as many inputs x 16 rows. Rows for int8 weights become int8 as well, in two parts: a number is scale * q, q an integer
- * of 16 bits, q = 256 * part 0 + part 1, where part 0 has the sign. -3 is 256 * -1 + 253. That is as exact as bfloat16
- * for numbers down to 1/128 of the row's largest. */
+/* A product by tiles: sums [16 outputs, 16 rows] += tile of weights * tile of x. The first lies in memory as it is, 16
+ * outputs of 64 bytes, that is of TILE_INPUTS inputs. The second is packed: 16 words of inputs x 16 rows, where a word of
+ * 32 bits has two bfloat16 or four int8.
+ *
+ * Rows for int8 weights become int8 as well, in two parts: a number is scale * q, q an integer of 16 bits, and q is
+ * 256 * part 0 + part 1, where part 0 has the sign. -3 is 256 * -1 + 253. That is as exact as bfloat16 for numbers down
+ * to 1/128 of the row's largest. */
 #if INT8
 #define TILE_INPUTS 64
 #define PARTS 2
-#define PRODUCT(sums) _tile_dpbssd(sums, 4, 5)
-#define PRODUCT_OF_ODD(sums) _tile_dpbsud(sums, 4, 5)
 #else
 #define TILE_INPUTS 32
 #define PARTS 1
-#define PRODUCT(sums) _tile_dpbf16ps(sums, 4, 5)
-#define PRODUCT_OF_ODD PRODUCT
 #endif
 
 /* rows[i][j] becomes rows[j][i]: in turn blocks of 1, 2, 4 and 8 change places across the diagonal. */
@@ -245,100 +265,109 @@ inline void transpose(v16 *rows) {
     }
 }
 
-#if INT8
-/* The factor between a row's numbers and its 16-bit integers; at most 127 * 256, so that part 0 does not overflow. */
-static void row_scales(const float *x, float *scales, int T, int64_t in) {
+/* The factor between a row's numbers and its 16-bit integers, at most 127 * 256, so that part 0 does not overflow. */
+static void row_scales(const void *x, int rounded, float *scales, int T, int64_t in) {
+#pragma omp for schedule(static)
     for (int t = 0; t < T; t++) {
         v16 most = splat(0.0f);
-        for (int64_t i = 0; i < in; i += 16) most = larger(most, larger(load(x + t * in + i), -load(x + t * in + i)));
+        for (int64_t i = 0; i < in; i += 16) {
+            v16 value = numbers(x, t * in + i, rounded);
+            most = larger(most, larger(value, -value));
+        }
         float top = most[0];
         for (int i = 1; i < 16; i++) top = most[i] > top ? most[i] : top;
         scales[t] = top / (127 * 256);
     }
 }
-#endif
 
-/* x as the tiles want it: [inputs / TILE_INPUTS][16 rows each][PARTS][16 words of inputs][16 rows]. A word of 32 bits has
- * two bfloat16 or four int8, so 16 rows of one tile are 16 x 16 words, and what is wanted is that with rows and columns
- * exchanged. */
-static void pack_tiles(const float *x, const float *scales, char *packed, int T, int64_t in) {
+/* 64 bytes of a row of x, from input i on: PARTS words of the result. factor: 1 / scale. */
+inline void to_tile_row(const void *x, int64_t i, int rounded, float factor, v16 *words) {
+    for (int j = 0; j < TILE_INPUTS; j += 16) {
+        v16 value = numbers(x, i + j, rounded);
+#if INT8
+        i16 q = (i16)_mm512_cvtps_epi32((__m512)(value * factor));
+        _mm_storeu_si128((__m128i *)words + j / 16, _mm512_cvtepi32_epi8((__m512i)(q >> 8)));
+        _mm_storeu_si128((__m128i *)(words + 1) + j / 16, _mm512_cvtepi32_epi8((__m512i)q));
+#else
+        put16((element *)words + j, value);
+#endif
+    }
+}
+
+/* 16 outputs of row t, from `o` on. sums: of part 0, and 16 vectors further on of part 1. */
+inline void finish_row(const Linear *l, const v16 *sums, float scale, void *y, int goes, int64_t t, int64_t o) {
+#if INT8
+    v16 value = __builtin_convertvector((i16)sums[0], v16) * 256.0f + __builtin_convertvector((i16)sums[16], v16);
+    value *= load(l->scale + o) * scale;
+#else
+    v16 value = sums[0];
+#endif
+    if (l->bias) value += load(l->bias + o);
+    int64_t at = t * l->out + o;
+    if (goes == ROUND) put16((element *)y + at, value);
+    else store((float *)y + at, goes == ADD ? load((float *)y + at) + value : value);
+}
+
+/* x packed: [inputs / TILE_INPUTS][16 rows each][PARTS][16 words][16 rows]. */
+inline void pack_rows(const void *x, int rounded, const float *scales, char *packed, int T, int64_t in) {
     int64_t groups = (T + 15) / 16;
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < in / TILE_INPUTS * groups; i++) {
-        const float *first = x + i % groups * 16 * in + i / groups * TILE_INPUTS;
-        v16 words[PARTS][16] = {0};
-        for (int t = 0; t < 16 && i % groups * 16 + t < T; t++) {
-            const float *row = first + t * in;
-#if INT8
-            float scale = scales[i % groups * 16 + t], factor = scale > 0.0f ? 1.0f / scale : 0.0f;
-            for (int j = 0; j < 64; j += 16) {
-                v16 exact = load(row + j) * factor;
-                i16 q = (i16)_mm512_cvtps_epi32((__m512)exact); /* to the nearest */
-                _mm_storeu_si128((__m128i *)((char *)&words[0][t] + j), _mm512_cvtepi32_epi8((__m512i)(q >> 8)));
-                _mm_storeu_si128((__m128i *)((char *)&words[1][t] + j), _mm512_cvtepi32_epi8((__m512i)q));
-            }
-#else
-            put16((element *)&words[0][t], load(row)), put16((element *)&words[0][t] + 16, load(row + 16));
-#endif
+        v16 words[16][PARTS] = {0}, columns[16];
+        for (int64_t t = i % groups * 16, j = 0; j < 16 && t + j < T; j++) {
+            float factor = INT8 && scales[t + j] > 0.0f ? 1.0f / scales[t + j] : 0.0f;
+            to_tile_row(x, (t + j) * in + i / groups * TILE_INPUTS, rounded, factor, words[j]);
         }
         for (int part = 0; part < PARTS; part++) {
-            transpose(words[part]);
-            memcpy(packed + (i * PARTS + part) * 1024, words[part], 1024);
+            for (int j = 0; j < 16; j++) columns[j] = words[j][part];
+            transpose(columns);
+            memcpy(packed + (i * PARTS + part) * 1024, columns, 1024);
         }
     }
 }
 
-/* y [T, out] for 16 outputs from `o` on and up to 16 rows from `t` on, of sums [PARTS][16 outputs][16 rows]. */
-inline void finish_tiles(const Linear *l, const float *sums, const float *scales, float *y, int add, int T, int64_t t,
-                         int64_t o) {
-    v16 values[16];
-    for (int i = 0; i < 16; i++) {
-#if INT8
-        i16 parts[2];
-        memcpy(parts, sums + i * 16, 64), memcpy(parts + 1, sums + 256 + i * 16, 64);
-        values[i] = __builtin_convertvector(parts[0], v16) * 256.0f + __builtin_convertvector(parts[1], v16);
-#else
-        values[i] = load(sums + i * 16);
-#endif
-    }
-    transpose(values);
-    for (int i = 0; i < 16 && t + i < T; i++) {
-        v16 value = values[i];
-#if INT8
-        value *= load(l->scale + o) * scales[t + i];
-#endif
-        float *to = y + (t + i) * l->out + o;
-        if (l->bias) value += load(l->bias + o);
-        store(to, add ? load(to) + value : value);
-    }
-}
-
-/* The sums of four tiles of x at a time: of 64 rows, or of 32 in two parts. */
-static void tile_products(const Linear *l, const char *packed, const float *scales, float *y, int add, int T) {
+/* Each tile of weights times four tiles of x at once: that is 64 rows, or 32 rows in two parts. */
+static void tile_products(const Linear *l, const char *packed, const float *scales, void *y, int goes, int T) {
     int64_t tiles = (T + 15) / 16 * PARTS, stride = l->in * (int64_t)sizeof(weight);
-#pragma omp for schedule(static) nowait
-    for (int64_t o = 0; o < l->out / 16 * 16; o += 16)
+#pragma omp for schedule(static)
+    for (int64_t o = 0; o < l->out; o += 16)
         for (int64_t first = 0; first < tiles; first += 4) {
             int64_t now = tiles - first < 4 ? tiles - first : 4;
             const weight *w = l->w + o * l->in;
-            _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
             for (int64_t k = 0; k < l->in / TILE_INPUTS; k++, w += TILE_INPUTS) {
                 const char *inputs = packed + (k * tiles + first) * 1024;
                 if (first == 0)
                     for (int i = 16; i < 32; i++) __builtin_prefetch(w + i * l->in);
                 _tile_loadd(4, w, stride);
-                _tile_loadd(5, inputs, 64); PRODUCT(0);
-                if (now > 1) { _tile_loadd(5, inputs + 1024, 64); PRODUCT_OF_ODD(1); }
-                if (now > 2) { _tile_loadd(5, inputs + 2048, 64); PRODUCT(2); }
-                if (now > 3) { _tile_loadd(5, inputs + 3072, 64); PRODUCT_OF_ODD(3); }
+#if INT8 /* part 0 is signed, part 1 is not; tiles of the two take turns */
+                for (int64_t pair = 0; pair < now; pair += 2) {
+                    _tile_loadd(5, inputs + pair * 1024, 64);
+                    _tile_loadd(6, inputs + pair * 1024 + 1024, 64);
+                    if (pair == 0) { _tile_dpbssd(0, 4, 5); _tile_dpbsud(1, 4, 6); }
+                    else { _tile_dpbssd(2, 4, 5); _tile_dpbsud(3, 4, 6); }
+                }
+#else
+                _tile_loadd(5, inputs, 64);
+                _tile_dpbf16ps(0, 4, 5);
+                if (now > 1) { _tile_loadd(5, inputs + 1024, 64); _tile_dpbf16ps(1, 4, 5); }
+                if (now > 2) { _tile_loadd(5, inputs + 2048, 64); _tile_dpbf16ps(2, 4, 5); }
+                if (now > 3) { _tile_loadd(5, inputs + 3072, 64); _tile_dpbf16ps(3, 4, 5); }
+#endif
             }
-            float sums[4][256];
-            _tile_stored(0, sums[0], 64);
-            if (now > 1) _tile_stored(1, sums[1], 64);
-            if (now > 2) _tile_stored(2, sums[2], 64);
-            if (now > 3) _tile_stored(3, sums[3], 64);
-            for (int64_t tile = 0; tile < now; tile += PARTS)
-                finish_tiles(l, sums[tile], scales, y, add, T, (first + tile) / PARTS * 16, o);
+            v16 sums[64]; /* [tile of x][output], each of 16 rows; and then [tile of x][row], each of 16 outputs */
+            _tile_stored(0, sums, 64);
+            if (now > 1) _tile_stored(1, sums + 16, 64);
+            if (now > 2) _tile_stored(2, sums + 32, 64);
+            if (now > 3) _tile_stored(3, sums + 48, 64);
+            for (int64_t tile = 0; tile < now; tile++) transpose(sums + 16 * tile);
+            for (int64_t t = first / PARTS * 16; t < T && t < (first + now) / PARTS * 16; t++) {
+                int64_t tile = t / 16 * PARTS - first;
+                finish_row(l, sums + 16 * tile + t % 16, INT8 ? scales[t] : 1.0f, y, goes, t, o);
+            }
         }
 }
 #endif
@@ -352,26 +381,24 @@ int use_tiles(void) {
 #endif
 }
 
-static void multiply(const Linear *l, const float *x, float *y, int add, int T, float *packed, int tiles) {
-    int64_t done = 0;
+/* `rounded` (a constant): x are elements instead of floats. memory: see `linear`. */
+inline void multiply(const Linear *l, const void *x, int rounded, void *y, int goes, int T, float *memory, int tiles) {
 #if TILES
-    if (tiles) {
-        float scales[MAX_ROWS]; /* of int8 rows; each thread finds them for itself */
-#if INT8
-        row_scales(x, scales, T, l->in);
-#endif
-        pack_tiles(x, scales, (char *)packed, T, l->in);
-        tile_products(l, (char *)packed, scales, y, add, T);
-        done = l->out / 16 * 16;
+    if (tiles && l->out % 16 == 0) {
+        float *scales = memory + (T + 15) / 16 * 16 * l->in / 2; /* behind the rows, which take two bytes a number */
+        if (INT8) row_scales(x, rounded, scales, T, l->in);
+        pack_rows(x, rounded, scales, (char *)memory, T, l->in);
+        tile_products(l, (char *)memory, scales, y, goes, T);
+        return;
     }
 #endif
-    if (done < l->out) {
-#pragma omp barrier
 #pragma omp for schedule(static)
-        for (int t = 0; t < T; t++) deal(x + t * l->in, packed + t * l->in, l->in, WEIGHTS_DEALT);
-        dot_products(l, packed, y, add, T, done);
+    for (int64_t i = 0; i < T * l->in; i += 16 * WEIGHTS_DEALT) {
+        float plain[16 * WEIGHTS_DEALT];
+        for (int part = 0; part < WEIGHTS_DEALT; part++) store(plain + 16 * part, numbers(x, i + 16 * part, rounded));
+        deal(plain, memory + i, 16 * WEIGHTS_DEALT, WEIGHTS_DEALT);
     }
-#pragma omp barrier
+    dot_products(l, memory, y, goes, T);
 }
 
 /* ---- the small operators ---- */
@@ -414,20 +441,44 @@ inline void softmax(float *row, int64_t length, float scale) { /* of row * scale
     for (int64_t p = 0; p < length; p += 16) store(row + p, load(row + p) * factor);
 }
 
+/* out [heads, H]: the numbers i to i + 32 * parts - 1 of the values, weighted. `heads` and `parts` are constants. */
+inline void weigh(const Model *m, const element *v_cache, const int32_t *table, int64_t length, const float *weights,
+                  float *out, int64_t i, int heads, int parts) {
+    int64_t H = m->H, stride = m->K * H, size = m->block_size, room = (length + 15) / 16 * 16;
+    v16 acc[AT_ONCE][4] = {0};
+    for (int64_t first = 0; first < length; first += size) {
+        const element *v = v_cache + table[first / size] * size * stride + i;
+        int64_t end = first + size < length ? first + size : length;
+        for (int64_t p = first; p < end; p++, v += stride) {
+            v16 value[4];
+            for (int part = 0; part < parts; part++) split(v + 32 * part, value + 2 * part);
+            for (int g = 0; g < heads; g++)
+                for (int j = 0; j < 2 * parts; j++) acc[g][j] += value[j] * weights[g * room + p];
+        }
+    }
+    for (int g = 0; g < heads; g++)
+        for (int part = 0; part < parts; part++) {
+            float dealt[32];
+            store(dealt, acc[g][2 * part]), store(dealt + 16, acc[g][2 * part + 1]);
+            undeal(dealt, out + g * H + i + 32 * part, 32, DEALT);
+        }
+}
+
 /* `heads` query heads, dealt, of one kv head over a row's tokens; `heads` is a constant where this is called. Position
  * p lies in block table[p / size] at offset p % size; within a block one token follows the other. */
 inline void attend(const Model *m, const float *q, const element *k_cache, const element *v_cache, const int32_t *table,
                    int64_t length, float *scores, float *out, int heads) {
     int64_t H = m->H, stride = m->K * H, size = m->block_size, room = (length + 15) / 16 * 16;
     for (int64_t first = 0; first < length; first += size) {
-        const element *k = k_cache + table[first / size] * size * stride;
+        const element *k = k_cache + table[first / size] * size * stride, *v = v_cache + (k - k_cache);
         int64_t end = first + size < length ? first + size : length;
-        for (int64_t p = first; p < end; p++, k += stride) {
+        for (int64_t p = first; p < end; p++, k += stride, v += stride) {
             v16 acc[AT_ONCE] = {0};
             for (int64_t i = 0; i < H; i += 32) {
                 v16 key[2];
                 split(k + i, key);
-                __builtin_prefetch(k + i + 12 * stride);
+                __builtin_prefetch(k + i + AHEAD * stride);
+                __builtin_prefetch(v + i);
                 for (int g = 0; g < heads; g++)
                     acc[g] += load(q + g * H + i) * key[0] + load(q + g * H + i + 16) * key[1];
             }
@@ -435,27 +486,9 @@ inline void attend(const Model *m, const float *q, const element *k_cache, const
         }
     }
     for (int g = 0; g < heads; g++) softmax(scores + g * room, length, m->scale);
-    for (int64_t i = 0; i < H; i += 32) {
-        v16 acc[AT_ONCE][2] = {0};
-        for (int64_t first = 0; first < length; first += size) {
-            const element *v = v_cache + table[first / size] * size * stride + i;
-            int64_t end = first + size < length ? first + size : length;
-            for (int64_t p = first; p < end; p++, v += stride) {
-                v16 value[2];
-                split(v, value);
-                __builtin_prefetch(v + 12 * stride);
-                for (int g = 0; g < heads; g++) {
-                    acc[g][0] += value[0] * scores[g * room + p];
-                    acc[g][1] += value[1] * scores[g * room + p];
-                }
-            }
-        }
-        for (int g = 0; g < heads; g++) {
-            float dealt[32];
-            store(dealt, acc[g][0]), store(dealt + 16, acc[g][1]);
-            undeal(dealt, out + g * H + i, 32, DEALT);
-        }
-    }
+    int64_t i = 0;
+    for (; i + 64 <= H; i += 64) weigh(m, v_cache, table, length, scores, out, i, heads, 2);
+    if (i < H) weigh(m, v_cache, table, length, scores, out, i, heads, 1);
 }
 
 static void attend_group(const Model *m, const float *q, const element *k, const element *v, const int32_t *table,
@@ -511,7 +544,7 @@ static void run_layer(const Model *m, const Layer *l, const Work *w, int T, cons
     int64_t D = m->D, F = m->F, N = m->N, K = m->K, H = m->H, G = N / K, heads = N + 2 * K;
 #pragma omp for schedule(static)
     for (int t = 0; t < T; t++) rms_norm(w->x + t * D, l->input_norm, w->h + t * D, D, m->eps);
-    multiply(&l->qkv, w->h, w->qkv, 0, T, w->packed, tiles);
+    multiply(&l->qkv, w->h, 0, w->qkv, SET, T, w->packed, tiles);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < T * heads; i++)
         place(m, l, w->qkv + i * H, i % heads, positions[i / heads], slots[i / heads], k_cache, v_cache);
@@ -521,17 +554,17 @@ static void run_layer(const Model *m, const Layer *l, const Work *w, int T, cons
         attend_group(m, w->qkv + (t * heads + kv * G) * H, k_cache + kv * H, v_cache + kv * H, tables + t * width,
                      lengths[t], w->scores + omp_get_thread_num() * w->scores_size, w->h + (t * N + kv * G) * H);
     }
-    multiply(&l->o, w->h, w->x, 1, T, w->packed, tiles);
+    multiply(&l->o, w->h, 0, w->x, ADD, T, w->packed, tiles);
 #pragma omp for schedule(static)
     for (int t = 0; t < T; t++) rms_norm(w->x + t * D, l->post_norm, w->h + t * D, D, m->eps);
-    multiply(&l->gate_up, w->h, w->gate_up, 0, T, w->packed, tiles);
+    multiply(&l->gate_up, w->h, 0, w->gate_up, SET, T, w->packed, tiles);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < T * 4; i++) { /* four parts a row */
         const float *gate = w->gate_up + i / 4 * 2 * F, *up = gate + F;
         for (int64_t f = i % 4 * 16; f < F; f += 64)
             store(w->h + i / 4 * F + f, silu(load(gate + f)) * load(up + f));
     }
-    multiply(&l->down, w->h, w->x, 1, T, w->packed, tiles);
+    multiply(&l->down, w->h, 0, w->x, ADD, T, w->packed, tiles);
 }
 
 /* ids, positions, slots, lengths [T] (a length counts this step's token); tables [T, width]; kv_cache [layers, 2,
@@ -569,23 +602,15 @@ void decode_step(const Model *m, int T, const int64_t *ids, const int64_t *posit
     }
 }
 
-/* y [T, out] = x [T, in] w' + bias. memory: 2 * in floats for each row, T rounded up to a multiple of 16. */
-void linear(const Linear *l, const element *x, float *y, int T, float *memory, int tiles) {
-    float *packed = memory + (T + 15) / 16 * 16 * l->in;
+/* y [T, out] = x [T, in] w' + bias for few rows, as elements if `round`, else as floats. memory: a float for each input
+ * of each row, the number of rows rounded up to a multiple of 16. */
+void linear(const Linear *l, const element *x, void *y, int round, int T, float *memory, int tiles) {
 #pragma omp parallel
     {
 #if TILES
         if (tiles) tiles_on();
 #endif
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < T * l->in; i += 32) {
-            v16 parts[2];
-            float dealt[32];
-            split(x + i, parts);
-            store(dealt, parts[0]), store(dealt + 16, parts[1]);
-            undeal(dealt, memory + i, 32, DEALT);
-        }
-        multiply(l, memory, y, 0, T, packed, tiles);
+        multiply(l, x, 1, y, round ? ROUND : SET, T, memory, tiles);
 #if TILES
         if (tiles) _tile_release();
 #endif

@@ -292,6 +292,27 @@ def test_compiled_products(shape: tuple[int, int, int], dtype: torch.dtype) -> N
     assert logits.dtype == torch.float32 and relative_error(logits.double(), want) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [(1, 64, 48), (16, 576, 16), (17, 128, 301), (33, 64, 64), (48, 192, 32), (64, 64, 80)]
+)
+def test_compiled_int8_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Every number of tiles; a row of zeros, and one that a single large number rules."""
+    rows, inputs, outputs = shape
+    x, weight = torch.randn(rows, inputs), torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    scale, bias = torch.rand(outputs) + 0.5, torch.randn(outputs)
+    x[rows // 2, 3], x[-1] = 100.0, 0.0 if rows > 1 else x[-1]
+    x, scale, bias = x.to(dtype), scale.to(dtype), bias.to(dtype)
+    want = x.double() @ (weight.double() * scale.double()[:, None]).T + bias.double()
+    product = CompiledProduct(load_library(dtype, True), weight, bias, scale, logits=True)
+    got = product(x).double()
+    # An input is off by at most half of 1 / (127 * 256) of its row's largest, which a sum of `inputs` of them averages.
+    allowed = 1e-6 if dtype == torch.float32 else 2e-4
+    for row in range(rows):
+        assert relative_error(got[row], want[row]) < allowed * (10 if x[row].abs().max() > 50 else 1)
+    assert rows == 1 or torch.equal(got[-1], bias.double())
+
+
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 0.005}
 
 
