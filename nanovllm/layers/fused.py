@@ -235,9 +235,7 @@ def sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator | No
 
 
 @triton.jit
-def row_linear_kernel(
-    x_ptr, weight_ptr, out_ptr, IN: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def row_linear_kernel(x_ptr, weight_ptr, out_ptr, IN: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr):
     """One program (of a single warp) per OUTPUTS outputs: x [IN] @ weight [OUT, IN].T.
 
     With one row a product is nothing but reading the weight once. The loops are unrolled, and a single warp needs no

@@ -91,13 +91,12 @@ class DecodeGraphs:
         inputs.memory.copy_(inputs.pinned)
         self.cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self.last_size = 0  # of the graph that was replayed last
-        self.graphs: dict[int, Recording] = {}
         self.pool: Any = None
         if device.type == "cuda":
             gc.collect()  # an old graph that is freed during a capture would spoil it
             self.pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self.sizes):  # the largest first: the smaller ones fit into its memory
-            self.graphs[size] = self.record(forward, self.batch(size))
+        # The largest first: the smaller ones fit into its memory.
+        self.graphs: dict[int, Recording] = {n: self.record(forward, self.batch(n)) for n in reversed(self.sizes)}
 
     @staticmethod
     def graph_sizes(max_num_seqs: int) -> list[int]:

@@ -147,8 +147,10 @@ class Collectives:
         with self._lock:
             group, self._group, self._joining = self._group, None, -1
         if group is not None and self.device.type == "cuda":
-            # Kernels that wait for a peer come back at once. `abort` itself may wait, for captured graphs to be gone.
+            # Kernels that wait for a peer come back at once. `abort` itself may wait, for captured graphs to be gone,
+            # and so may the end of the group, for its own threads: both do so in a thread that nobody waits for.
             aborting = threading.Thread(target=group.abort, name="nanovllm-abort", daemon=True)
+            del group
             aborting.start()
             aborting.join(1.0)
 

@@ -209,6 +209,32 @@ def test_a_failure_is_told_with_its_reason_where_there_is_one(ranks: Ranks) -> N
     assert isinstance(outcomes[0], ValueError) and "on fire" in str(outcomes[0])
 
 
+@pytest.mark.parametrize("slow", ["abort", "the end of the group"])
+def test_a_group_that_takes_long_to_end_keeps_nobody(slow: str) -> None:
+    """NCCL's group waits at its end for threads of its own; one did for a minute, after a peer had been killed."""
+    patience, ended = threading.Event(), threading.Event()
+
+    class Group:
+        def abort(self) -> None:
+            if slow == "abort":
+                patience.wait(60)
+
+        def __del__(self) -> None:
+            if slow != "abort":
+                patience.wait(60)
+            ended.set()
+
+    listener = socket.create_server((LOOPBACK, 0))
+    alone = Collectives(0, 2, listener.getsockname()[1], listener.detach())
+    alone.device, alone._group = torch.device("cuda"), Group()
+    started = time.perf_counter()
+    alone.leave()
+    assert time.perf_counter() - started < 10 and not ended.is_set()
+    patience.set()
+    assert ended.wait(10)
+    alone.close()
+
+
 def test_it_listens_on_loopback_only_and_gives_the_port_back() -> None:
     ranks = Ranks(2)
     with pytest.raises(OSError), socket.create_connection((other_address(), ranks.port), timeout=2):
