@@ -197,6 +197,8 @@ class ModelRunner:
             if logits is not None and len(arrays.logits_indices) < len(logits):
                 logits = logits[torch.from_numpy(arrays.logits_indices).to(self.device)]
         else:
+            if self.graphs is not None and self.tp.size > 1 and self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # no collective may start while a graph runs: see NCCL_SETTINGS
             batch = InputBatch.from_arrays(arrays, self.device)
             logits, temperatures = self._logits(batch, self.kv_cache), batch.temperatures
         self.link.settle()  # what fails from here on, in the sampler, fails on this rank alone

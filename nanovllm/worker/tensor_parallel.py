@@ -53,6 +53,9 @@ SPIN = 0.02  # seconds, longer than most steps on a GPU, where the 0.1 ms that i
 NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch ends the process, that is, the caller's, when a peer fails
     "NCCL_SOCKET_IFNAME": "lo",  # nobody outside this machine may connect
+    # Else NCCL records an event behind every collective of a CUDA graph, in case that somebody starts one without a
+    # graph meanwhile. Nobody does: `ModelRunner.run` waits for its graphs before it runs anything else.
+    "NCCL_GRAPH_MIXING_SUPPORT": "0",
 }
 
 
