@@ -311,16 +311,16 @@ class RankGroup(JointLink):
             yield
             return
         self.check()
-        threads = torch.get_num_threads()
+        on_gpu, threads = self.collectives.device.type == "cuda", torch.get_num_threads()
         try:
             self._is_settled = False
-            torch.set_num_threads(share_of_cores(self.collectives))
+            if not on_gpu:  # where ranks compute on this CPU; a GPU would wait 20 us for it in every step
+                torch.set_num_threads(share_of_cores(self.collectives))
             self.channel.write(method, (self._generation, args))
             self._join()
             yield
             self.check()  # a GPU that was called back from waiting for a dead peer returns numbers, but wrong ones
         except BaseException as error:
-            on_gpu = self.collectives.device.type == "cuda"
             if on_gpu and isinstance(error, RuntimeError) and not isinstance(error, NanoVLLMError):
                 self._explain(1.0)
             if on_gpu and not self._is_settled:
@@ -329,7 +329,8 @@ class RankGroup(JointLink):
                 self._regroup()
             raise
         finally:
-            torch.set_num_threads(threads)
+            if not on_gpu:
+                torch.set_num_threads(threads)
 
     def settle(self) -> None:
         self._is_settled = True
