@@ -571,7 +571,8 @@ static void run_layer(const Model *m, const Layer *l, const Work *w, int T, cons
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < T * heads; i++)
         place(m, l, w->qkv + i * H, i % heads, positions[i / heads], slots[i / heads], k_cache, v_cache);
-#pragma omp for schedule(dynamic, 1)
+    int64_t at_once = T < 2 * omp_get_num_threads() ? 1 : K; /* the kv heads of a row lie side by side in memory */
+#pragma omp for schedule(dynamic, at_once)
     for (int64_t i = 0; i < T * K; i++) {
         int64_t t = i / K, kv = i % K;
         attend_group(m, w->qkv + (t * heads + kv * G) * H, k_cache + kv * H, v_cache + kv * H, tables + t * width,
