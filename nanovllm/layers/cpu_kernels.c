@@ -8,7 +8,7 @@
  *
  * The plain twins are models/decoder.py with attention/torch_backend.py; the tests compare the two. layers/compiled.py
  * builds this file, with -DBFLOAT16=1 (weights and cache in bfloat16) or 0 (float32) and with -DINT8=1 for int8 weights
- * with a scale per output. All sums are float32.
+ * with a scale per output. Sums are float32, or, where both factors are int8, int32, which is exact.
  *
  * Letters: T rows (one token each), N heads, K kv heads, H head dim, D model dim, F mlp dim, V vocabulary. H is a
  * multiple of 32; D, F and N * H are multiples of 64. Weights are [out, in], as PyTorch keeps them.
@@ -43,6 +43,7 @@ static int omp_get_max_threads(void) { return 1; }
  * memory's bandwidth it must be told of more. PERF: all products of a row in 6.8 ms instead of 9.4. */
 #define AHEAD_BYTES (8 << 10) /* of a weight */
 #define AHEAD_KEYS 12         /* of a row's context */
+
 #define inline static inline __attribute__((always_inline))
 
 /* ---- sixteen numbers at a time; the compiler maps them to what the CPU has ----
