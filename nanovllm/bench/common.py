@@ -92,7 +92,7 @@ def engine(args: argparse.Namespace, **options: Any) -> Iterator[tuple[LLM, dict
                     "backend": runner.attention.name,
                     "tensor_parallel_size": args.tp,
                     "cuda_graphs": runner.graphs is not None,
-                    "label": args.label,
+                    **({"label": args.label} if args.label else {}),
                     "construction_s": round(perf_counter() - started, 2),
                     "copy_GBps": round(bandwidth / 1e9, 1),
                     "num_kvcache_blocks": llm.config.num_kvcache_blocks,
