@@ -21,10 +21,18 @@ panels = ("pool", "tables", "scheduler", "throughput", "steps", "tokens")
 """
 LIVE = "with live(llm, panels) as view:\n    llm.generate(prompts, params)"
 MODEL = """
+import os, time
 from nanovllm import LLM, SamplingParams
 from nanovllm.viz import *
 llm = LLM({!r}, attention_backend="torch", kvcache_block_size=16, num_kvcache_blocks=14,
           max_num_batched_tokens=64, max_num_seqs=6, dtype="float32", seed=0)
+
+def until_seen(record):  # a fast engine would be through before a slow browser has drawn anything
+    give_up = time.monotonic() + 4
+    while 5 <= record.step < 15 and not os.path.exists({!r}) and time.monotonic() < give_up:
+        time.sleep(0.05)
+
+llm.add_step_hook(until_seen)
 system = "You are a helpful assistant who answers briefly and kindly. "
 prompts = [system + q for q in ("What is the capital of France?", "Name three colours.", "What is 2 + 2?",
                                 "Why is the sky blue?", "Tell me a joke.")]
@@ -167,13 +175,15 @@ def test_from_one_block_to_very_many(lab: Lab) -> None:
 
 @pytest.mark.parametrize("theme", ["Light", "Dark"])
 def test_all_views_over_the_default_model(lab: Lab, default_model_dir: Path, theme: str) -> None:
-    cells = [MODEL.format(str(default_model_dir)), LIVE, "llm.config", "view.recorder.record(9)", "llm.snapshot()"]
+    setup, seen = MODEL.format(str(default_model_dir), f"seen_{theme}"), lab.folder / f"seen_{theme}"
+    cells = [setup, LIVE, "llm.config", "view.recorder.record(9)", "llm.snapshot()"]
     write_notebook(lab.folder / "model.ipynb", cells)
     with lab.open("model.ipynb", theme=f"JupyterLab {theme}") as notebook:
         notebook.run(wait=None)
         notebook.page.wait_for_function(f"() => {STEP} >= 5", timeout=120_000)
         notebook.page.evaluate("() => document.querySelector('.nv-root').scrollIntoView()")
         notebook.shot(f"model_during_{theme.lower()}")
+        seen.touch()
         notebook.wait(120)
         assert notebook.shown() == {"images": 1, "canvases": 0, "broken": 0}
         assert all(output["output_type"] != "error" for outputs in notebook.outputs() for output in outputs)
