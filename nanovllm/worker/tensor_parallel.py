@@ -212,9 +212,10 @@ class RankProcess:
 
     def obituary(self) -> str:
         """How the process ended, and the last that it wrote to stderr."""
-        self.process.join(GRACE)
-        code = self.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        deadline = time.monotonic() + GRACE
+        while (code := self.process.exitcode) is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # also if another thread, which joins it too, has got the code and has yet to set it
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
         self.stderr.seek(max(0, self.stderr.seek(0, os.SEEK_END) - LAST_WORDS))
         words = self.stderr.read().decode(errors="replace").strip() or "(none)"
         if self.stage == "starting":

@@ -223,10 +223,25 @@ def test_a_death_ends_all_ranks_at_once(tiny_model_dir: Path) -> None:
 def test_last_words_are_the_last_ones_and_need_not_be_text() -> None:
     with TemporaryFile() as stderr:
         stderr.write(b"first words" + b"\xff" * tensor_parallel.LAST_WORDS + b"goodbye")
-        process = SimpleNamespace(join=lambda timeout: None, exitcode=-9, pid=5)
+        process = SimpleNamespace(exitcode=-9, pid=5)
         text = RankProcess(1, process, None, stderr, "ready").obituary()  # type: ignore[arg-type]
     assert text.startswith("rank 1 (process 5) was killed by SIGKILL while ready. Its last words:\n")
     assert text.endswith("goodbye") and "first words" not in text
+
+
+def test_the_exit_code_may_come_through_another_thread() -> None:
+    """Of two threads that join a process one gets its code; the other finds None until that one has set it."""
+
+    class Process:
+        pid, codes = 5, [None, None, -9]
+
+        @property
+        def exitcode(self) -> int | None:
+            return self.codes.pop(0)
+
+    with TemporaryFile() as stderr:
+        text = RankProcess(1, Process(), None, stderr, "ready").obituary()  # type: ignore[arg-type]
+    assert "was killed by SIGKILL" in text
 
 
 def test_an_engine_that_is_forgotten_ends_its_ranks(tiny_model_dir: Path) -> None:
