@@ -294,20 +294,6 @@ static void row_scales(const void *x, int rounded, float *scales, int T, int64_t
     }
 }
 
-/* 64 bytes of a row of x, from input i on: PARTS words of the result. factor: 1 / scale. */
-inline void to_tile_row(const void *x, int64_t i, int rounded, float factor, v16 *words) {
-    for (int j = 0; j < TILE_INPUTS; j += 16) {
-        v16 value = numbers(x, i + j, rounded);
-#if INT8
-        i16 q = (i16)_mm512_cvtps_epi32((__m512)(value * factor));
-        _mm_storeu_si128((__m128i *)words + j / 16, _mm512_cvtepi32_epi8((__m512i)(q >> 8)));
-        _mm_storeu_si128((__m128i *)(words + 1) + j / 16, _mm512_cvtepi32_epi8((__m512i)q));
-#else
-        put16((element *)words + j, value);
-#endif
-    }
-}
-
 /* 16 outputs of row t, from `o` on. sums: of part 0, and 16 vectors further on of part 1. */
 inline void finish_row(const Linear *l, const v16 *sums, float scale, void *y, int goes, int64_t t, int64_t o) {
 #if INT8
@@ -327,16 +313,21 @@ inline void pack_rows(const void *x, int rounded, const float *scales, char *pac
     int64_t groups = (T + 15) / 16;
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < in / TILE_INPUTS * groups; i++) {
-        v16 words[16][PARTS] = {0}, columns[16];
-        for (int64_t t = i % groups * 16, j = 0; j < 16 && t + j < T; j++) {
-            float factor = INT8 && scales[t + j] > 0.0f ? 1.0f / scales[t + j] : 0.0f;
-            to_tile_row(x, (t + j) * in + i / groups * TILE_INPUTS, rounded, factor, words[j]);
-        }
-        for (int part = 0; part < PARTS; part++) {
-            for (int j = 0; j < 16; j++) columns[j] = words[j][part];
-            transpose(columns);
-            memcpy(packed + (i * PARTS + part) * 1024, columns, 1024);
-        }
+        v16 words[PARTS][16] = {0}; /* 64 bytes of each row */
+        for (int64_t t = i % groups * 16, j = 0; j < 16 && t + j < T; j++)
+            for (int64_t k = 0; k < TILE_INPUTS; k += 16) {
+                v16 value = numbers(x, (t + j) * in + i / groups * TILE_INPUTS + k, rounded);
+#if INT8
+                float factor = scales[t + j] > 0.0f ? 1.0f / scales[t + j] : 0.0f;
+                i16 q = (i16)_mm512_cvtps_epi32((__m512)(value * factor));
+                _mm_storeu_si128((__m128i *)&words[0][j] + k / 16, _mm512_cvtepi32_epi8((__m512i)(q >> 8)));
+                _mm_storeu_si128((__m128i *)&words[1][j] + k / 16, _mm512_cvtepi32_epi8((__m512i)q));
+#else
+                put16((element *)&words[0][j] + k, value);
+#endif
+            }
+        for (int part = 0; part < PARTS; part++) transpose(words[part]);
+        memcpy(packed + i * sizeof words, words, sizeof words);
     }
 }
 
@@ -359,8 +350,12 @@ inline void tile_sums(const Linear *l, const weight *w, const char *packed, int6
         _tile_dpbssd(0, 4, 5);
         _tile_loadd(6, inputs + 1024, 64);
         _tile_dpbsud(1, 4, 6);
-        if (now > 2) { _tile_loadd(5, inputs + 2048, 64); _tile_dpbssd(2, 4, 5); }
-        if (now > 2) { _tile_loadd(6, inputs + 3072, 64); _tile_dpbsud(3, 4, 6); }
+        if (now > 2) {
+            _tile_loadd(5, inputs + 2048, 64);
+            _tile_dpbssd(2, 4, 5);
+            _tile_loadd(6, inputs + 3072, 64);
+            _tile_dpbsud(3, 4, 6);
+        }
 #else
         _tile_loadd(5, inputs, 64);
         _tile_dpbf16ps(0, 4, 5);

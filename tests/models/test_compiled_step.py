@@ -301,7 +301,9 @@ def test_compiled_int8_products(shape: tuple[int, int, int], dtype: torch.dtype)
     rows, inputs, outputs = shape
     x, weight = torch.randn(rows, inputs), torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
     scale, bias = torch.rand(outputs) + 0.5, torch.randn(outputs)
-    x[rows // 2, 3], x[-1] = 100.0, 0.0 if rows > 1 else x[-1]
+    x[rows // 2, 3] = 100.0
+    if rows > 1:
+        x[-1] = 0.0
     x, scale, bias = x.to(dtype), scale.to(dtype), bias.to(dtype)
     want = x.double() @ (weight.double() * scale.double()[:, None]).T + bias.double()
     product = CompiledProduct(load_library(dtype, True), weight, bias, scale, logits=True)
