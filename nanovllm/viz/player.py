@@ -140,19 +140,18 @@ class Player:
     # -- what the reader, or a cell, can ask for
 
     def _halt(self) -> None:
-        """What each of these begins with: stand still, and forget what went wrong with the one before."""
-        self.playing, self.error = False, None
+        """What each of these begins with: stand still, and forget what the one before was after and what went wrong."""
+        self.playing, self._until, self.error = False, None, None
 
     def play(self) -> Self:
         """Play on, from the step that is shown."""
         self._halt()
-        self.playing, self._until = not self.is_over, None
+        self.playing = not self.is_over
         self._poke()
         return self
 
     def pause(self) -> Self:
         self._halt()
-        self._until = None
         self._draw()
         return self
 
@@ -191,7 +190,6 @@ class Player:
     def finish(self) -> Self:
         """Take all steps that are left, in this cell; interrupting it stops at a step's end. Then leave a still."""
         self._halt()
-        self._until = None
         interrupts = Interrupts()
         with interrupts:
             while not interrupts.count and self._advance():

@@ -333,6 +333,13 @@ def test_the_click_after_a_failed_one_is_obeyed_and_shows_no_error(do: str) -> N
     assert len(player.token_ids[0]) == 5
 
 
+def test_steps_that_are_asked_for_do_not_end_at_an_event_that_was_waited_for_before() -> None:
+    params = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=6)]
+    player = Player(ToyEngine(), [[1, 2, 3], [4, 5]], params, paused=True)
+    player._until = "finish"  # as ■ leaves it when it stops the wait
+    assert player.step(4).cursor == 4
+
+
 @pytest.mark.parametrize("again", ["play", "pause", "step", "back", "until", "finish"])
 def test_a_cell_goes_on_after_a_step_that_failed(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
