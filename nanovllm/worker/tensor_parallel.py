@@ -4,7 +4,7 @@ Rank 0 lives in the caller's process and holds a `RankGroup`; every other rank i
 `WorkerLink`, a `ModelRunner` of its own, and a loop that runs what it is told. Between them are
 - a `MessageChannel` from rank 0: the method to run and its rows of numbers;
 - a pipe back from each rank: "connecting", "ready", "failed", and the end of the pipe when the process ends;
-- `Collectives`, private to this engine: NCCL on GPUs, gloo on CPUs.
+- `Collectives`, private to this engine: NCCL on GPUs (small sums without it, see one_shot.py), gloo on CPUs.
 
 A thread of rank 0 listens to the pipes. When a rank dies it ends the others too: a collective that waits for one of
 them fails at once, and the caller gets an `EngineDeadError` with the dead rank's last words. Nothing here knows about
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from multiprocessing import current_process, get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryFile
@@ -77,6 +78,7 @@ class Collectives:
         self.generation = -1
         self.on_failure: Callable[[], None] = lambda: None  # raises the reason, if it is known
         self._group: Any = None
+        self._one_shot: Any = None  # an `OneShotAllReduce`, where GPUs can write into each other's memory
         self._joining = -1  # the generation that a `join` is on its way to, if nobody left meanwhile
         self._lock = threading.Lock()
         self._decisions: dict[int, str] = {}  # rank 0: about each generation
@@ -94,7 +96,7 @@ class Collectives:
             if generation <= self.generation:  # perhaps left already; then the peers have yet to notice
                 return
             self.generation = self._joining = generation
-            self._group = None
+            self._group = self._one_shot = None
         store = self._store_of(generation)
         if self.rank == 0:
             self._see_all(generation, "here")
@@ -105,12 +107,17 @@ class Collectives:
         if decision != "go":
             raise PeerLostError(f"generation {generation} was called off")
         group: Any
+        one_shot: Any = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             with environment(**NCCL_SETTINGS):
                 group = dist.ProcessGroupNCCL(store, self.rank, self.size, dist.ProcessGroupNCCL.Options())
                 group.allreduce([torch.zeros(1, device=self.device)]).wait()  # connects: that is done at the first use
                 torch.cuda.synchronize(self.device)
+            if find_spec("triton") is not None:
+                from nanovllm.worker.one_shot import OneShotAllReduce
+
+                one_shot = OneShotAllReduce.connect(store, self.rank, self.size, self.device)
         else:
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = PATIENCE
@@ -119,7 +126,7 @@ class Collectives:
         self._see_all(generation, "connected")
         with self._lock:
             if self._joining == generation:
-                self._group = group
+                self._group, self._one_shot = group, one_shot
 
     def decide(self, generation: int, decision: str) -> str:
         """Rank 0: whether that generation meets, "go" or "called off". The first decision holds; returns it."""
@@ -148,12 +155,13 @@ class Collectives:
         The group of a `join` that has not returned is given up as soon as that has met the others.
         """
         with self._lock:
-            group, self._group, self._joining = self._group, None, -1
+            group, one_shot, self._joining = self._group, self._one_shot, -1
+            self._group = self._one_shot = None
         if group is not None and self.device.type == "cuda":
             # Kernels that wait for a peer come back at once. `abort` itself may wait, for captured graphs to be gone,
             # and so may the end of the group, for its own threads: both do so in a thread that nobody waits for.
-            aborting = threading.Thread(target=group.abort, name="nanovllm-abort", daemon=True)
-            del group
+            aborting = threading.Thread(target=give_up, args=(group, one_shot), name="nanovllm-abort", daemon=True)
+            del group, one_shot
             aborting.start()
             aborting.join(1.0)
 
@@ -164,6 +172,9 @@ class Collectives:
 
     def allreduce(self, tensors: list[torch.Tensor]) -> "Collectives":
         """Sum over the ranks, in place."""
+        if self._one_shot is not None and self._one_shot.takes(*tensors):
+            self._one_shot(*tensors)
+            return self
         return self._run("allreduce", tensors, dist.AllreduceOptions())
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> "Collectives":
@@ -198,6 +209,15 @@ class Collectives:
             # would have left in name only, and its peers would wait for it.
             work = None
         return self
+
+
+def give_up(group: Any, one_shot: Any) -> None:
+    """Have all kernels come back that wait for a peer on this GPU, and let go of what they use."""
+    if one_shot is not None:
+        one_shot.release()
+    group.abort()
+    if one_shot is not None:
+        one_shot.close()
 
 
 @dataclass

@@ -2,15 +2,20 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as multiprocessing
 
 from nanovllm import LLM, EngineDeadError, SamplingParams
+from nanovllm.worker.device import select_device
+from nanovllm.worker.tensor_parallel import LOOPBACK, Collectives
 from tests.gpu.test_engine import SMALL, tokens, workload
 
 pytestmark = [
@@ -22,6 +27,51 @@ pytestmark = [
 def build(folder: Path) -> LLM:
     options = {"dtype": "float32", "attention_backend": "triton", "max_num_seqs": 20, "seed": 0, **SMALL}
     return LLM(str(folder), tensor_parallel_size=2, **options)
+
+
+def sum_twice(rank: int, port: int, listener: socket.socket | None, results: Any) -> None:
+    """Put the largest difference between sums with NCCL and without, relative to the dtype's step."""
+    collectives = Collectives(rank, 2, port, listener.detach() if listener else None)
+    collectives.device = select_device("cuda", rank)
+    torch.cuda.set_device(collectives.device)
+    collectives.join(0)
+    one_shot, worst = collectives._one_shot, 0.0
+    torch.manual_seed(rank)
+    for dtype, shape in [(torch.bfloat16, (64, 4096)), (torch.float32, (37, 576)), (torch.float16, (1, 1)),
+                         (torch.bfloat16, (256, 4096)), (torch.bfloat16, (5, 4095))] * 40:  # fmt: skip
+        x = torch.randn(shape, dtype=dtype, device=collectives.device)
+        by_nccl, without = x.clone(), x.clone()
+        collectives._one_shot = None
+        collectives.allreduce([by_nccl])
+        collectives._one_shot = one_shot
+        collectives.allreduce([without])
+        difference = (without.float() - by_nccl.float()).abs() / by_nccl.float().abs().clamp_min(1e-3)
+        worst = max(worst, float(difference.max()) / torch.finfo(dtype).eps)
+    torch.cuda.synchronize()
+    results.put((one_shot is not None and one_shot.takes(x), worst))
+    results.close()
+    results.join_thread()  # else the end of this process may come before the numbers are away
+    collectives.allreduce([x])  # nobody goes before both are through
+    torch.cuda.synchronize()
+    os._exit(0)
+
+
+def test_small_sums_without_nccl_are_those_of_nccl() -> None:
+    """On GPUs that NVLink connects; others have nothing but NCCL."""
+    ctx = multiprocessing.get_context("spawn")
+    results = ctx.Queue()
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    ranks = [ctx.Process(target=sum_twice, args=(rank, port, None if rank else listener, results)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    got = [results.get(timeout=60) for _ in ranks]
+    for process in ranks:
+        process.join(10)
+    if not got[0][0]:
+        pytest.skip("these GPUs cannot count in each other's memory")
+    assert got[0][0] == got[1][0]
+    assert max(worst for _, worst in got) <= 1.0
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])

@@ -1,0 +1,184 @@
+"""One-shot all-reduce: small sums over the ranks in one kernel, which writes straight into the other GPUs' memory.
+
+A decode step of 36 layers sums 73 times over the ranks, some hundred kilobytes each time. So little data is on its way
+for one microsecond; the rest of NCCL's ten or so goes to agreeing on who sends what and when. Here every rank owns a
+*mailbox* that the others have mapped into their address space. To sum, a rank writes its numbers into everybody's
+mailbox, raises a flag beside them, waits for everybody's flags in its own, and adds up what it finds there.
+
+Larger sums go through NCCL, which sends each number once and not to every rank. So do all where a GPU cannot write into
+another's memory and count there: that takes NVLink. The idea is that of the custom all-reduces of TensorRT-LLM and
+vLLM, which have the receiver fetch the numbers; sending them saves a trip over the link.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_BYTES = 1 << 20  # the largest tensor that is summed in this way
+CHUNK_BYTES = 4096  # what one program sums
+MAX_CHUNKS = MAX_BYTES // CHUNK_BYTES
+LOOKS = 1024  # how often a program looks for a flag before it asks whether it should stop, which takes longer
+
+
+@triton.jit
+def all_reduce_kernel(
+    x_ptr, mailboxes_ptr, epochs_ptr, stop_ptr, numel, RANK: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    MAX_BYTES: tl.constexpr, LOOKS: tl.constexpr,
+):  # fmt: skip
+    """One program per CHUNK numbers of x, which it sums with the programs of the same number on the other ranks.
+
+    A mailbox is 2 x SIZE letters of MAX_BYTES, and then a flag for each (program, sender). A program counts its sums,
+    and the letters of even and odd *epochs* take turns. So nothing is overwritten that is still to be read: rank 1
+    writes its letter of epoch 7 over that of epoch 5 when it is through epoch 6, in which it waited for rank 0's flag;
+    and rank 0 raised that flag in a kernel that began when the one of epoch 5 had ended.
+    """
+    program = tl.program_id(0)
+    at = program * CHUNK + tl.arange(0, CHUNK)
+    mask = at < numel
+    dtype = x_ptr.dtype.element_ty
+    epoch = tl.load(epochs_ptr + program)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    letters, flags = epoch % 2 * SIZE * MAX_BYTES, 2 * SIZE * MAX_BYTES + program * SIZE * 8  # in bytes
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            letter = (tl.load(mailboxes_ptr + rank) + letters + RANK * MAX_BYTES).to(tl.pointer_type(dtype))
+            tl.store(tl.multiple_of(letter, 16) + at, x, mask=mask)  # 16 bytes at once
+    tl.debug_barrier()  # the flag is one thread's, and says that all threads have written
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            flag = (tl.load(mailboxes_ptr + rank) + flags + RANK * 8).to(tl.pointer_type(tl.int64))
+            tl.atomic_xchg(flag, epoch + 1, sem="release", scope="sys")
+    mailbox = tl.load(mailboxes_ptr + RANK)
+    total = tl.zeros([CHUNK], tl.float32)
+    for rank in tl.static_range(SIZE):  # in the same order on all ranks, for the same sum
+        if rank == RANK:
+            total += x.to(tl.float32)
+        else:
+            flag = (mailbox + flags + rank * 8).to(tl.pointer_type(tl.int64))
+            looks, stop = 0, tl.full([], 0, tl.int64)
+            # What is read behind this loop must not be read before it, neither by the GPU nor, as it may around a plain
+            # load, by the compiler. So every look *acquires*.
+            while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") <= epoch) & (stop == 0):
+                looks += 1
+                stop = tl.load(stop_ptr, mask=looks % LOOKS == 0, other=0, volatile=True)
+            letter = (mailbox + letters + rank * MAX_BYTES).to(tl.pointer_type(dtype))
+            total += tl.load(tl.multiple_of(letter, 16) + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    tl.store(x_ptr + at, total.to(dtype), mask=mask)
+    tl.store(epochs_ptr + program, epoch + 1)
+
+
+def mailbox_bytes(size: int) -> int:
+    """The bytes of one mailbox: the letters, then the flags."""
+    return 2 * size * MAX_BYTES + MAX_CHUNKS * size * 8
+
+
+def sum_in_place(x: Tensor, mailboxes: Tensor, epochs: Tensor, stop: Tensor, rank: int) -> None:
+    """x, contiguous and of MAX_BYTES or less, becomes the sum of all ranks' x, which all of them must ask for.
+
+    mailboxes [size] int64: addresses in this process. epochs [MAX_CHUNKS] int64: zeros at first, as all flags are.
+    stop [1] int64: what is not zero has the kernel return a wrong sum instead of waiting.
+    """
+    chunk = CHUNK_BYTES // x.itemsize
+    all_reduce_kernel[(triton.cdiv(x.numel(), chunk),)](
+        x, mailboxes, epochs, stop, x.numel(),
+        RANK=rank, SIZE=len(mailboxes), CHUNK=chunk, MAX_BYTES=MAX_BYTES, LOOKS=LOOKS, num_warps=4,
+    )  # fmt: skip
+
+
+class OneShotAllReduce:
+    """The mailbox of this rank and what it knows of the others'. `connect` makes one, on all ranks or on none."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        """Make a mailbox. Raises `ImportError` without NVIDIA's Python bindings, and `RuntimeError` as `cuda` does."""
+        from cuda.bindings import runtime  # comes with torch's CUDA builds
+
+        self.rank, self.size, self.device, self.runtime = rank, size, device, runtime
+        self.opened: list[int] = []  # other ranks' mailboxes
+        self._use_device()
+        self.own = int(self.cuda("cudaMalloc", mailbox_bytes(size)))
+        self.cuda("cudaMemset", self.own, 0, mailbox_bytes(size))
+        self.handle = bytes(self.cuda("cudaIpcGetMemHandle", self.own).reserved)
+        self.epochs = torch.zeros(MAX_CHUNKS, dtype=torch.int64, device=device)
+        self.stop = torch.zeros(1, dtype=torch.int64).pin_memory()
+        torch.cuda.synchronize(device)  # others may write as soon as they have the handle
+
+    @classmethod
+    def connect(cls, store: Any, rank: int, size: int, device: torch.device) -> "OneShotAllReduce | None":
+        """Make a mailbox and open the others', which `store` announces; None on every rank if one of them cannot."""
+        one_shot, handle = None, b""
+        try:
+            one_shot = cls(rank, size, device)
+            handle = one_shot.handle if one_shot.reaches_all() else b""
+        except (ImportError, RuntimeError):
+            pass
+        handles = exchange(store, "mailbox", rank, size, handle)
+        is_open = one_shot is not None and all(handles) and one_shot.open(handles)
+        if all(answer == b"open" for answer in exchange(store, "opened", rank, size, b"open" if is_open else b"no")):
+            return one_shot
+        if one_shot is not None:
+            one_shot.close()
+        return None
+
+    def reaches_all(self) -> bool:
+        """Whether all GPUs of the group can write into each other's memory and count there, as over NVLink."""
+        native = self.runtime.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
+        pairs = [(one, other) for one in range(self.size) for other in range(self.size) if one != other]
+        return all(self.cuda("cudaDeviceGetP2PAttribute", native, *pair) for pair in pairs)
+
+    def open(self, handles: list[bytes]) -> bool:
+        """Map the other ranks' mailboxes; whether that went well."""
+        addresses = [self.own] * self.size
+        try:
+            for rank, data in enumerate(handles):
+                if rank != self.rank:
+                    handle = self.runtime.cudaIpcMemHandle_t()
+                    handle.reserved = data
+                    lazily = self.runtime.cudaIpcMemLazyEnablePeerAccess
+                    addresses[rank] = int(self.cuda("cudaIpcOpenMemHandle", handle, lazily))
+                    self.opened.append(addresses[rank])
+        except RuntimeError:
+            return False
+        self.mailboxes = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        return True
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether a sum is small enough. All ranks find the same, for their tensors have the same shape."""
+        return x.nbytes <= MAX_BYTES and x.is_floating_point() and x.is_contiguous()
+
+    def __call__(self, x: Tensor) -> None:
+        """Sum x over the ranks, in place."""
+        sum_in_place(x, self.mailboxes, self.epochs, self.stop, self.rank)
+
+    def release(self) -> None:
+        """Let all kernels of this rank that wait for others come back, now and later; what they return is wrong.
+
+        It calls nothing of CUDA: a thread that waits in there for one of those kernels may hold its locks.
+        """
+        self.stop.fill_(1)
+
+    def close(self) -> None:
+        """Give the mailboxes back, when no kernel uses them any more."""
+        self._use_device()
+        torch.cuda.synchronize(self.device)
+        for address in self.opened:
+            self.cuda("cudaIpcCloseMemHandle", address)
+        self.cuda("cudaFree", self.own)
+
+    def cuda(self, name: str, *args: Any) -> Any:
+        """What a function of CUDA's runtime returns. Raises `RuntimeError` where it reports an error."""
+        error, *values = getattr(self.runtime, name)(*args)
+        if int(error):
+            raise RuntimeError(f"{name}: {error.name}")
+        return values[0] if values else None
+
+    def _use_device(self) -> None:
+        self.cuda("cudaSetDevice", self.device.index)
+
+
+def exchange(store: Any, word: str, rank: int, size: int, value: bytes) -> list[bytes]:
+    """Every rank's value, through a store."""
+    store.set(f"{word} {rank}", value)
+    return [store.get(f"{word} {each}") for each in range(size)]
