@@ -1,5 +1,6 @@
 """`nanovllm bench decode`: decode steps of one batch size at one context, against the bytes that they must read."""
 
+from itertools import pairwise
 from random import Random
 from statistics import median
 from time import perf_counter
@@ -33,12 +34,13 @@ def gpu_alone(llm: LLM, repeats: int = 20) -> float | None:
     return begin.elapsed_time(end) / 1e3 / repeats
 
 
-def time_steps(llm: LLM, count: int) -> float:
-    """Mean seconds of a step over `count` of them."""
-    started = perf_counter()
+def time_steps(llm: LLM, count: int) -> list[float]:
+    """The seconds of each of `count` steps."""
+    times = [perf_counter()]
     for _ in range(count):
         llm.step()
-    return (perf_counter() - started) / count
+        times.append(perf_counter())
+    return [end - start for start, end in pairwise(times)]
 
 
 def main(argv: list[str]) -> None:
@@ -61,15 +63,16 @@ def main(argv: list[str]) -> None:
             pass  # prefill
         # The first half of the steps undisturbed, around the wanted context, with the GPU's own time taken in between;
         # the second half with a clock on every part.
-        wall = time_steps(llm, quarter) / 2
+        steps = time_steps(llm, quarter)
         alone = gpu_alone(llm)
-        wall += time_steps(llm, quarter) / 2
+        steps += time_steps(llm, quarter)
+        wall = median(steps)
         clock = StepClock(llm)
         time_steps(llm, 2 * quarter)
         moved = step_bytes(llm, [args.context] * args.rows)
         report(
             "decode", facts, rows=args.rows, context=args.context, step_ms=round(wall * 1e3, 3),
-            median_ms=round(median(step.wall for step in clock.steps) * 1e3, 3),
+            least_ms=round(min(steps) * 1e3, 3), most_ms=round(max(steps) * 1e3, 3),
             gpu_alone_ms=alone and round(alone * 1e3, 3),
             unhidden_host_ms=alone and round((wall - alone) * 1e3, 3),
             read_GB=round(moved / 1e9, 3), GBps=round(moved / wall / 1e9, 1),
