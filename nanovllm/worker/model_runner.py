@@ -175,7 +175,8 @@ class ModelRunner:
             args = (self.builder.build(seqs),)
             if self._has_parts:
                 check_arrays(*args, self.vocab_size, self.config.max_model_len, *self.kv_cache.shape[2:4])
-        with self.link.running(method, args):
+        gpu = self.device.index if self.device.type == "cuda" else -1  # Triton launches on the *current* one
+        with self.link.running(method, args), torch.cuda.device(gpu):
             result = getattr(self, method)(*args)
         if method == "run":
             return spread(result, seqs)

@@ -1,15 +1,16 @@
 """One-shot all-reduce: small sums over the ranks in one kernel, which writes straight into the other GPUs' memory.
 
 A decode step of 36 layers sums 73 times over the ranks, some hundred kilobytes each time. So little data is on its way
-for one microsecond; the rest of NCCL's ten or so goes to agreeing on who sends what and when. Here every rank owns a
+for one microsecond; the rest of NCCL's eight or so goes to agreeing on who sends what and when. Here every rank owns a
 *mailbox* that the others have mapped into their address space. To sum, a rank writes its numbers into everybody's
 mailbox, raises a flag beside them, waits for everybody's flags in its own, and adds up what it finds there.
 
-Larger sums go through NCCL, which sends each number once and not to every rank. So do all where a GPU cannot write into
-another's memory and count there: that takes NVLink. The idea is that of the custom all-reduces of TensorRT-LLM and
-vLLM, which have the receiver fetch the numbers; sending them saves a trip over the link.
+Larger sums go through NCCL, which sends each number once and not to every rank. And so do all sums where a GPU cannot
+write into another's memory and set a flag there atomically, for which it takes NVLink. The idea is that of the custom
+all-reduces of TensorRT-LLM and vLLM; there the receiver fetches the numbers, and sending them saves a trip.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.attention.triton_kernels import interpreted
+
 MAX_BYTES = 1 << 20  # the largest tensor that is summed in this way
 CHUNK_BYTES = 4096  # what one program sums
 MAX_CHUNKS = MAX_BYTES // CHUNK_BYTES
 LOOKS = 1024  # how often a program looks for a flag before it asks whether it should stop, which takes longer
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # those that a sum in float32 is exact enough for
 
 
 @triton.jit
@@ -33,7 +37,7 @@ def all_reduce_kernel(
     A mailbox is 2 x SIZE letters of MAX_BYTES, and then a flag for each (program, sender). A program counts its sums,
     and the letters of even and odd *epochs* take turns. So nothing is overwritten that is still to be read: rank 1
     writes its letter of epoch 7 over that of epoch 5 when it is through epoch 6, in which it waited for rank 0's flag;
-    and rank 0 raised that flag in a kernel that began when the one of epoch 5 had ended.
+    and rank 0 raised that flag in a kernel that began when the one of epoch 5 had ended. A flag may be one epoch ahead.
     """
     program = tl.program_id(0)
     at = program * CHUNK + tl.arange(0, CHUNK)
@@ -45,7 +49,7 @@ def all_reduce_kernel(
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             letter = (tl.load(mailboxes_ptr + rank) + letters + RANK * MAX_BYTES).to(tl.pointer_type(dtype))
-            tl.store(tl.multiple_of(letter, 16) + at, x, mask=mask)  # 16 bytes at once
+            tl.store(tl.multiple_of(letter, 16) + at, x, mask=mask)  # 16 bytes at once if numel allows it
     tl.debug_barrier()  # the flag is one thread's, and says that all threads have written
     for rank in tl.static_range(SIZE):
         if rank != RANK:
@@ -60,7 +64,7 @@ def all_reduce_kernel(
             flag = (mailbox + flags + rank * 8).to(tl.pointer_type(tl.int64))
             looks, stop = 0, tl.full([], 0, tl.int64)
             # What is read behind this loop must not be read before it, neither by the GPU nor, as it may around a plain
-            # load, by the compiler. So every look *acquires*.
+            # load, by the compiler. So every look *acquires*. (A `stop` stays: all threads must leave the loop for it.)
             while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") <= epoch) & (stop == 0):
                 looks += 1
                 stop = tl.load(stop_ptr, mask=looks % LOOKS == 0, other=0, volatile=True)
@@ -92,61 +96,66 @@ class OneShotAllReduce:
     """The mailbox of this rank and what it knows of the others'. `connect` makes one, on all ranks or on none."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """Make a mailbox. Raises `ImportError` without NVIDIA's Python bindings, and `RuntimeError` as `cuda` does."""
-        from cuda.bindings import runtime  # comes with torch's CUDA builds
-
-        self.rank, self.size, self.device, self.runtime = rank, size, device, runtime
+        self.rank, self.size, self.device = rank, size, device
+        self.runtime: Any = None  # NVIDIA's Python bindings of CUDA's runtime
+        self.own = 0  # address of the own mailbox
         self.opened: list[int] = []  # other ranks' mailboxes
-        self._use_device()
-        self.own = int(self.cuda("cudaMalloc", mailbox_bytes(size)))
-        self.cuda("cudaMemset", self.own, 0, mailbox_bytes(size))
-        self.handle = bytes(self.cuda("cudaIpcGetMemHandle", self.own).reserved)
-        self.epochs = torch.zeros(MAX_CHUNKS, dtype=torch.int64, device=device)
-        self.stop = torch.zeros(1, dtype=torch.int64).pin_memory()
-        torch.cuda.synchronize(device)  # others may write as soon as they have the handle
 
     @classmethod
     def connect(cls, store: Any, rank: int, size: int, device: torch.device) -> "OneShotAllReduce | None":
         """Make a mailbox and open the others', which `store` announces; None on every rank if one of them cannot."""
-        one_shot, handle = None, b""
+        one_shot, announced, is_open = cls(rank, size, device), b"", False
         try:
-            one_shot = cls(rank, size, device)
-            handle = one_shot.handle if one_shot.reaches_all() else b""
-        except (ImportError, RuntimeError):
-            pass
-        handles = exchange(store, "mailbox", rank, size, handle)
-        is_open = one_shot is not None and all(handles) and one_shot.open(handles)
-        if all(answer == b"open" for answer in exchange(store, "opened", rank, size, b"open" if is_open else b"no")):
-            return one_shot
-        if one_shot is not None:
+            with suppress(Exception):  # whatever it is that fails here: there is NCCL
+                announced = one_shot.make()
+            others = exchange(store, "mailbox", rank, size, announced)
+            with suppress(Exception):
+                is_open = all(others) and one_shot.open(others)
+            if all(each == b"open" for each in exchange(store, "opened", rank, size, b"open" if is_open else b"no")):
+                return one_shot
+            one_shot.unmap()
+            exchange(store, "unmapped", rank, size, b"yes")  # CUDA wants to have that done before it is given back
             one_shot.close()
+        except BaseException:
+            one_shot.close()
+            raise
         return None
 
-    def reaches_all(self) -> bool:
-        """Whether all GPUs of the group can write into each other's memory and count there, as over NVLink."""
-        native = self.runtime.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
-        pairs = [(one, other) for one in range(self.size) for other in range(self.size) if one != other]
-        return all(self.cuda("cudaDeviceGetP2PAttribute", native, *pair) for pair in pairs)
+    def make(self) -> bytes:
+        """Make a mailbox; returns what the other ranks need to open it, and where it is: GPU, then CUDA's handle."""
+        from cuda.bindings import runtime  # newer CUDA builds of torch bring it along
 
-    def open(self, handles: list[bytes]) -> bool:
-        """Map the other ranks' mailboxes; whether that went well."""
-        addresses = [self.own] * self.size
-        try:
-            for rank, data in enumerate(handles):
-                if rank != self.rank:
-                    handle = self.runtime.cudaIpcMemHandle_t()
-                    handle.reserved = data
-                    lazily = self.runtime.cudaIpcMemLazyEnablePeerAccess
-                    addresses[rank] = int(self.cuda("cudaIpcOpenMemHandle", handle, lazily))
-                    self.opened.append(addresses[rank])
-        except RuntimeError:
-            return False
+        if interpreted():
+            raise RuntimeError("the interpreter's kernels run on the CPU and cannot reach a GPU's memory")
+        self.runtime = runtime
+        self._use_device()
+        self.own = int(self.cuda("cudaMalloc", mailbox_bytes(self.size)))
+        self.cuda("cudaMemset", self.own, 0, mailbox_bytes(self.size))
+        self.epochs = torch.zeros(MAX_CHUNKS, dtype=torch.int64, device=self.device)
+        self.stop = torch.zeros(1, dtype=torch.int64).pin_memory()
+        torch.cuda.synchronize(self.device)  # others may write as soon as they have the handle
+        return bytes([self.device.index]) + bytes(self.cuda("cudaIpcGetMemHandle", self.own).reserved)
+
+    def open(self, others: list[bytes]) -> bool:
+        """Map the other ranks' mailboxes; False where a GPU cannot set flags in another's memory."""
+        runtime, addresses = self.runtime, [self.own] * self.size
+        for rank, (index, *handle) in enumerate(others):
+            if rank == self.rank:
+                continue
+            native = runtime.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
+            if not self.cuda("cudaDeviceGetP2PAttribute", native, self.device.index, index):
+                return False
+            ipc_handle = runtime.cudaIpcMemHandle_t()
+            ipc_handle.reserved = bytes(handle)
+            address = self.cuda("cudaIpcOpenMemHandle", ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+            addresses[rank] = int(address)
+            self.opened.append(addresses[rank])
         self.mailboxes = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         return True
 
     def takes(self, x: Tensor) -> bool:
         """Whether a sum is small enough. All ranks find the same, for their tensors have the same shape."""
-        return x.nbytes <= MAX_BYTES and x.is_floating_point() and x.is_contiguous()
+        return x.nbytes <= MAX_BYTES and x.dtype in DTYPES and x.is_contiguous()
 
     def __call__(self, x: Tensor) -> None:
         """Sum x over the ranks, in place."""
@@ -159,13 +168,20 @@ class OneShotAllReduce:
         """
         self.stop.fill_(1)
 
+    def unmap(self) -> None:
+        """Let go of the other ranks' mailboxes, when no kernel uses them any more."""
+        while self.opened:
+            with suppress(RuntimeError):
+                self.cuda("cudaIpcCloseMemHandle", self.opened.pop())
+
     def close(self) -> None:
-        """Give the mailboxes back, when no kernel uses them any more."""
-        self._use_device()
-        torch.cuda.synchronize(self.device)
-        for address in self.opened:
-            self.cuda("cudaIpcCloseMemHandle", address)
-        self.cuda("cudaFree", self.own)
+        """Give everything back, when no rank uses it any more; as often as one likes."""
+        if self.own:
+            self._use_device()
+            self.unmap()
+            with suppress(RuntimeError):
+                self.cuda("cudaFree", self.own)  # waits for the device
+        self.own = 0
 
     def cuda(self, name: str, *args: Any) -> Any:
         """What a function of CUDA's runtime returns. Raises `RuntimeError` where it reports an error."""

@@ -78,7 +78,8 @@ class Collectives:
         self.generation = -1
         self.on_failure: Callable[[], None] = lambda: None  # raises the reason, if it is known
         self._group: Any = None
-        self._one_shot: Any = None  # an `OneShotAllReduce`, where GPUs can write into each other's memory
+        self._one_shot: Any = None  # an `OneShotAllReduce`, where GPUs can write into each other's memory ...
+        self._mailbox: Any = None  # ... which is given back at the end: a step under way may still use it
         self._joining = -1  # the generation that a `join` is on its way to, if nobody left meanwhile
         self._lock = threading.Lock()
         self._decisions: dict[int, str] = {}  # rank 0: about each generation
@@ -117,7 +118,7 @@ class Collectives:
             if find_spec("triton") is not None:
                 from nanovllm.worker.one_shot import OneShotAllReduce
 
-                one_shot = OneShotAllReduce.connect(store, self.rank, self.size, self.device)
+                one_shot = self._mailbox = OneShotAllReduce.connect(store, self.rank, self.size, self.device)
         else:
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = PATIENCE
@@ -157,23 +158,28 @@ class Collectives:
         with self._lock:
             group, one_shot, self._joining = self._group, self._one_shot, -1
             self._group = self._one_shot = None
+        if one_shot is not None:
+            one_shot.release()
         if group is not None and self.device.type == "cuda":
             # Kernels that wait for a peer come back at once. `abort` itself may wait, for captured graphs to be gone,
             # and so may the end of the group, for its own threads: both do so in a thread that nobody waits for.
-            aborting = threading.Thread(target=give_up, args=(group, one_shot), name="nanovllm-abort", daemon=True)
-            del group, one_shot
+            aborting = threading.Thread(target=group.abort, name="nanovllm-abort", daemon=True)
+            del group
             aborting.start()
             aborting.join(1.0)
 
     def close(self) -> None:
-        """Leave, and stop listening."""
+        """Leave, and stop listening. Needs the other ranks to have ended, and no step under way."""
         self.leave()
+        if self._mailbox is not None:
+            self._mailbox.close()
         self._store = None
 
     def allreduce(self, tensors: list[torch.Tensor]) -> "Collectives":
         """Sum over the ranks, in place."""
-        if self._one_shot is not None and self._one_shot.takes(*tensors):
-            self._one_shot(*tensors)
+        one_shot = self._one_shot  # another thread may `leave` at any moment
+        if one_shot is not None and one_shot.takes(*tensors):
+            one_shot(*tensors)
             return self
         return self._run("allreduce", tensors, dist.AllreduceOptions())
 
@@ -196,9 +202,10 @@ class Collectives:
             args[-1].asyncOp = False  # NCCL: in the stream of the layers, which saves two hand-overs
         work: Any = None
         try:
-            if self._group is None:
+            group = self._group
+            if group is None:
                 raise PeerLostError(f"rank {self.rank} has left the group after a failed step")
-            work = getattr(self._group, name)(*args)
+            work = getattr(group, name)(*args)
             if work is not None:
                 work.wait()
         except RuntimeError as error:
@@ -207,17 +214,8 @@ class Collectives:
         finally:
             # It keeps gloo's connections open, and who keeps the error (a notebook does) keeps this frame: the rank
             # would have left in name only, and its peers would wait for it.
-            work = None
+            work = group = None
         return self
-
-
-def give_up(group: Any, one_shot: Any) -> None:
-    """Have all kernels come back that wait for a peer on this GPU, and let go of what they use."""
-    if one_shot is not None:
-        one_shot.release()
-    group.abort()
-    if one_shot is not None:
-        one_shot.close()
 
 
 @dataclass
