@@ -87,7 +87,7 @@ def continue_prefills(self: Scheduler, budget: int) -> list[Sequence]:
 
 
 def postprocess(self: Scheduler, seqs: list[Sequence], token_ids: list[int | None], is_prefill: bool) -> None:
-    """Exercise 5.2, part three. Book the results of a step: the third line of `LLMEngine.step`.
+    """Exercise 5.2, part three. Book the results of a step, which has been scheduled and run.
 
     `seqs` are the rows of the step; each has computed `seq.num_scheduled_tokens` tokens. `token_ids` holds a new token
     for each row that has caught up with all of its tokens, and None for a chunk that is not the last of its prompt.

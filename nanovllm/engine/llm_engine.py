@@ -27,7 +27,7 @@ from nanovllm.engine.events import EngineSnapshot, FinishReason, Journal, StepRe
 from nanovllm.engine.interrupts import DeferredInterrupt
 from nanovllm.engine.parts import Parts, active_parts
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import FINISHED, Sequence
+from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import ConfigError, EngineBusyError, EngineDeadError, RequestError
 from nanovllm.model_folder import end_tokens
 from nanovllm.prompts import is_conversation, prompt_list, token_id_list, whole_number
@@ -142,7 +142,8 @@ class LLMEngine:
             for told in self.parts.misspelt():
                 warnings.warn(told, stacklevel=2)
         except BaseException:
-            self.ranks.stop()
+            with DeferredInterrupt():  # a second Ctrl-C would leave ranks behind
+                self.ranks.stop()
             raise
 
     # ---- one step ------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class LLMEngine:
             except BaseException:
                 self._give_up(None)
                 raise
-            finished = [seq for seq in seqs if seq.status is FINISHED]
+            finished = [seq for seq in seqs if seq.is_finished]
             if interrupt.pending:  # the step is whole, but nobody will receive what it returns
                 self._keep(finished)
         return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
@@ -265,7 +266,7 @@ class LLMEngine:
 
         def step() -> tuple[list[tuple[int, list[int]]], int]:
             ran, num_tokens = self._step(interrupt)
-            finished = [seq for seq in ran if seq.status is FINISHED]
+            finished = [seq for seq in ran if seq.is_finished]
             self._keep([seq for seq in finished if seq.seq_id not in own])
             bar.update(sum(seq.seq_id in own for seq in finished))
             interrupt.check()

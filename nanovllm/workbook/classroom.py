@@ -188,6 +188,7 @@ def grade_one(
             result.tests.append(TestResult("contract__runs_to_its_end", FAILED, rule=f"The grading must end: {said}."))
         kill_session(process.pid, folder)  # whatever the answer started and left behind
         running.discard(process.pid)
+    missing = "" if (student / exercise.file).is_file() else f"There is no {exercise.file} in the folder."
     return {
         "student": student.name,
         "exercise": exercise.id,
@@ -195,7 +196,7 @@ def grade_one(
         "points": result.points,
         "total_points": result.total_points,
         "seconds": f"{time.perf_counter() - started:.2f}",
-        "first_failing_rule": result.first_failure.rule if result.first_failure else "",
+        "first_failing_rule": result.first_failure.rule if result.first_failure else missing,
     }
 
 

@@ -52,7 +52,7 @@ class InputBatchBuilder:
             arrays = self.prepare_decode(seqs)
         elif arrays is None:
             arrays = self.prepare_prefill(seqs)
-        self.built, self.expected = (seqs, arrays), None
+        self.built, self.expected = (list(seqs), arrays), None  # a scheduler may fill the same list anew
         return arrays
 
     def look_ahead(self) -> None:
@@ -86,8 +86,9 @@ class InputBatchBuilder:
         if [seq.num_computed_tokens for seq in seqs] != starts or list(map(len, tokens)) != ends:
             return None
         for row in entering:
-            block = seqs[row].block_table[-1]
-            arrays.block_tables[row, len(seqs[row].block_table) - 1] = block
+            column = starts[row] // seqs[row].block_size  # not the last one: a pool may have given blocks ahead
+            block = seqs[row].block_table[column]
+            arrays.block_tables[row, column] = block
             arrays.slot_mapping[row] = block * seqs[row].block_size
         return arrays._replace(input_ids=np.array([known[-1] for known in tokens], np.int64))
 

@@ -237,7 +237,7 @@ class RankProcess:
         self.stderr.seek(max(0, self.stderr.seek(0, os.SEEK_END) - LAST_WORDS))
         words = self.stderr.read().decode(errors="replace").strip() or "(none)"
         if self.stage == "starting":
-            words += f"\nIt imports {main_script()} first; if that failed, stderr says why (stdin cannot be imported)."
+            words += f"\nIt imports {main_script()} first; if that failed, stderr says why."
         return f"rank {self.rank} (process {self.process.pid}) {how} while {self.stage}. Its last words:\n{words}"
 
 
@@ -375,10 +375,12 @@ class RankGroup(JointLink):
         if self._is_stopped or os.getpid() != self._owner:  # a forked copy of this process does not own the ranks
             return
         patience = GRACE if self._is_ending and self._death is None else 0
-        self._is_ending = self._is_stopped = True
+        self._is_ending = True
         for each in self._ranks:
             each.process.join(patience)
+        for each in self._ranks:  # all of them before anything else, for an interrupt may end this
             each.process.kill()
+        for each in self._ranks:
             each.process.join()
         if self._watcher.is_alive():
             self._watcher.join()
@@ -387,6 +389,7 @@ class RankGroup(JointLink):
         for each in self._ranks:
             each.reports.close()
             each.stderr.close()
+        self._is_stopped = True  # not before: who was interrupted may call again
 
     def _wait_for(self, *stages: str, timeout: float | None = None) -> None:
         with self._news:
@@ -521,6 +524,12 @@ def start_ranks(config: Config, parts: Parts) -> RankLink:
         return RankLink()
     if getattr(current_process(), "_inheriting", False) and current_process().name.startswith(PROCESS_NAME):
         sys.exit(NO_GUARD)  # this is a rank that is importing the caller's script: see RankGroup._on_end
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is None and hasattr(main, "__file__") and not os.path.exists(main_script()):
+        raise ConfigError(
+            f"the processes of ranks above 0 import the main script, and {main_script()} cannot be imported; save it "
+            'as a file, with its code under `if __name__ == "__main__":`'
+        )
     ModelConfig.from_hf(config.hf_config).heads_on_rank(TPGroup(size=config.tensor_parallel_size))
     select_device(config.device, config.tensor_parallel_size - 1)
     try:

@@ -1,11 +1,19 @@
-"""Replaced parts: from files that fail, in the place of static methods, and only as long as somebody says."""
+"""Replaced parts: from files that fail, in the place of static methods, and only as long as somebody says.
+
+And learners' parts that go about it in another way than the shipped ones, but rightly: the engine must not rely on more
+than it asks for.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.parts import Parts, active_parts, load_object
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 
 def test_a_file_that_fails_fails_again(tmp_path: Path) -> None:
@@ -34,3 +42,118 @@ def test_parts_are_active_inside_their_block_only() -> None:
         assert active_parts().replacements == outer.replacements
         raise ZeroDivisionError
     assert active_parts() is before
+
+
+# ---- another way that is right as well -----------------------------------------------------------------------------
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14], [20, 21, 22, 23, 24, 25, 26]]
+
+
+def generated(path: Path, parts: dict[str, Any], **options: Any) -> list[list[int]]:
+    settings: dict[str, Any] = {"num_kvcache_blocks": 60, **options}
+    with LLM(
+        str(path), parts=Parts(parts), device="cpu", dtype="float32", attention_backend="torch", kvcache_block_size=4,
+        max_model_len=100, **settings,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(PROMPTS, SamplingParams(1e-6, 8, True), use_tqdm=False)
+    return [output["token_ids"] for output in outputs]
+
+
+class Reserving(BlockManager):
+    """Room for the whole answer at admission, as engines did before paging."""
+
+    def allocate(self, seq: Sequence) -> int:
+        cached = super().allocate(seq)
+        while len(seq.block_table) * self.block_size < seq.num_prompt_tokens + seq.max_tokens:
+            seq.block_table += (self.take_free_block(seq.seq_id),)
+        return cached
+
+
+class InTwos(BlockManager):
+    def append(self, seq: Sequence) -> None:
+        if len(seq.block_table) * self.block_size < len(seq.token_ids):
+            seq.block_table += (self.take_free_block(seq.seq_id), self.take_free_block(seq.seq_id))
+
+
+class RoundRobin(Scheduler):
+    """One row a step, in a list that is filled anew."""
+
+    turn = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.rows: list[Sequence] = []
+
+    def schedule_decodes(self) -> list[Sequence]:
+        every = super().schedule_decodes()
+        self.turn += 1
+        self.rows[:] = every[self.turn % len(every) :][:1] if every else []
+        return self.rows
+
+
+class NewLists(Scheduler):
+    """Seats in a new list whenever somebody loses one."""
+
+    def preempt(self, seq: Sequence) -> None:
+        self.running = self.running[:-1]
+        self.block_manager.free(seq)
+        seq.status = SequenceStatus.PREEMPTED
+        self.num_preemptions += 1
+        self.waiting.appendleft(seq)
+
+
+class KeepsProgress(BlockManager):
+    """`allocate` sets the progress anyway."""
+
+    def free(self, seq: Sequence) -> None:
+        for block_id in reversed(seq.block_table):
+            self.release(block_id, seq.seq_id)
+        seq.block_table, seq.num_hashed_blocks = (), 0
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
+@pytest.mark.parametrize(
+    ("parts", "blocks"),
+    [
+        ({"BlockManager": Reserving}, 60),
+        ({"BlockManager": InTwos}, 60),
+        ({"Scheduler": RoundRobin}, 60),
+        ({"Scheduler": NewLists, "BlockManager": KeepsProgress}, 6),
+    ],
+    ids=["reserving", "in twos", "round robin", "new lists"],
+)
+def test_the_same_tokens_by_another_way(tiny_model_dir: Path, parts: dict[str, Any], blocks: int, policy: str) -> None:
+    assert generated(tiny_model_dir, parts, num_kvcache_blocks=blocks, scheduling_policy=policy) == generated(
+        tiny_model_dir, {}
+    )
+
+
+class Short(Sequence):
+    @property
+    def max_tokens(self) -> int:
+        return min(3, self.sampling_params.max_tokens)
+
+
+class Flagged(Sequence):
+    done = False
+
+    @property
+    def is_finished(self) -> bool:
+        return self.done or super().is_finished
+
+
+def flags(self: Scheduler, seqs: list[Sequence], token_ids: list[int | None], is_prefill: bool) -> None:
+    for seq, token_id in zip(seqs, token_ids, strict=True):
+        seq.num_computed_tokens += seq.num_scheduled_tokens
+        if token_id is not None:
+            seq.append_token(token_id)
+            if self.stop_reason(seq):
+                self.block_manager.free(seq)
+                self.running.remove(seq)
+                seq.done = True  # type: ignore[attr-defined]
+
+
+def test_a_sequence_is_asked_for_its_limit_and_its_end(tiny_model_dir: Path) -> None:
+    expected = generated(tiny_model_dir, {})
+    assert generated(tiny_model_dir, {"Sequence": Short}) == [tokens[:3] for tokens in expected]
+    assert generated(tiny_model_dir, {"Sequence": Flagged, "Scheduler.postprocess": flags}) == expected

@@ -1,5 +1,6 @@
 """`import nanovllm` is quick and loads nothing heavy; every public name comes when it is asked for."""
 
+import os
 import subprocess
 import sys
 
@@ -50,3 +51,19 @@ def test_doctor_stays_a_function_after_it_was_used() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="LMM"):
         nanovllm.LMM  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "'2000'"), ({"GOMP_SPINCOUNT": "77"}, "'77'"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "'0'")]
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="torch comes with another OpenMP there")
+def test_threads_do_not_wait_for_long(given: dict[str, str], spins: str) -> None:
+    """Beside a busy program a decode step took a hundred times as long as without. OpenMP says what it has read."""
+    dropped = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    environment |= {**given, "OMP_DISPLAY_ENV": "verbose"}
+    command = [sys.executable, "-c", "import nanovllm, torch"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stderr
+    if "GOMP_SPINCOUNT" not in shown:
+        pytest.skip("this torch has another OpenMP")
+    assert f"GOMP_SPINCOUNT = {spins}" in shown
