@@ -21,6 +21,9 @@ TESTS := $(LONG) $(filter-out $(LONG) tests/ch%,$(patsubst %/,%,$(wildcard tests
 # Files of tests side by side, one thread each: two cores are busy then, and no two threads wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# For notebooks that import torch first; what it does is told in nanovllm/__init__.py, which sets it otherwise.
+export GOMP_SPINCOUNT ?= 2000
+
 .PHONY: help setup model demo lab test test-slow notebooks clean
 
 help:

@@ -123,9 +123,8 @@ class KeepsProgress(BlockManager):
     ids=["reserving", "in twos", "round robin", "new lists"],
 )
 def test_the_same_tokens_by_another_way(tiny_model_dir: Path, parts: dict[str, Any], blocks: int, policy: str) -> None:
-    assert generated(tiny_model_dir, parts, num_kvcache_blocks=blocks, scheduling_policy=policy) == generated(
-        tiny_model_dir, {}
-    )
+    got = generated(tiny_model_dir, parts, num_kvcache_blocks=blocks, scheduling_policy=policy)
+    assert got == generated(tiny_model_dir, {})
 
 
 class Short(Sequence):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +68,17 @@ def test_threads_do_not_wait_for_long(given: dict[str, str], spins: str) -> None
     if "GOMP_SPINCOUNT" not in shown:
         pytest.skip("this torch has another OpenMP")
     assert f"GOMP_SPINCOUNT = {spins}" in shown
+
+
+def test_a_kernel_is_started_with_it() -> None:
+    """A notebook may import torch first, so `make lab` and conda's environment set it as well, if nobody has."""
+    root = Path(nanovllm.__file__).parents[1]
+    assert "GOMP_SPINCOUNT: 2000" in (root / "environment.yml").read_text()
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    rule = "show:\n\t@echo $$GOMP_SPINCOUNT\n"
+    for given, expected in (({}, "2000"), ({"GOMP_SPINCOUNT": "77"}, "77")):
+        command = ["make", "-s", "-f", "Makefile", "-f", "-", "show"]
+        shown = subprocess.run(
+            command, cwd=root, input=rule, capture_output=True, text=True, check=True, env={**environment, **given}
+        ).stdout  # fmt: skip
+        assert shown.strip() == expected
