@@ -76,18 +76,25 @@ def test_contract__sampler(answer: Answer) -> None:
     before = logits.clone(), temperatures.clone()
     rows = [answer.TopParams(top_k=2), SamplingParams(), answer.TopParams(top_p=0.5)]
     kept = [repr(row) for row in rows]
-    runs = [
-        answer.TopSampler().forward(logits, temperatures, torch.Generator().manual_seed(3), True, list(rows))
-        for _ in range(2)
-    ]
-    answer.equal((list(runs[0].shape), runs[0].dtype), ([3], torch.int64))
-    answer.equal(runs[0], runs[1], "The same seed draws the same tokens: all noise comes from the generator.")
+    got = answer.TopSampler().forward(logits, temperatures, torch.Generator().manual_seed(3), True, list(rows))
+    answer.equal((list(got.shape), got.dtype), ([3], torch.int64))
     answer.equal((logits, temperatures), before, "It may not change its inputs.")
     answer.equal([repr(row) for row in rows], kept, "It may not change the params, which are the request's.")
     temperatures = torch.tensor([1.0, 1e-6, 1e-7])
     before = logits.clone(), temperatures.clone()
     answer.TopSampler().forward(logits, temperatures, torch.Generator().manual_seed(3), True, list(rows))
     answer.equal((logits, temperatures), before, "It may not change its inputs, cold rows neither.")
+
+
+def test_contract__the_generator_decides(answer: Answer) -> None:
+    """All noise comes from the generator: the same seed draws the same tokens."""
+    answer.note("TopSampler().forward(64 rows of 50 equal logits, …), twice with the same seed")
+    logits, temperatures, rows = torch.zeros(64, 50), torch.ones(64), [answer.TopParams(top_k=25)] * 64
+    runs = [
+        answer.TopSampler().forward(logits, temperatures, torch.Generator().manual_seed(3), True, list(rows))
+        for _ in range(2)
+    ]
+    answer.equal(runs[0], runs[1], "The same seed draws the same tokens: all noise comes from the generator.")
 
 
 def test_contract__one_row(answer: Answer) -> None:
