@@ -160,9 +160,9 @@ class Collectives:
             self._group = self._one_shot = None
         if one_shot is not None:
             one_shot.release()
-        if group is not None and self.device.type == "cuda":
-            # Kernels that wait for a peer come back at once. `abort` itself may wait, for captured graphs to be gone,
-            # and so may the end of the group, for its own threads: both do so in a thread that nobody waits for.
+        if group is not None:
+            # On a GPU kernels that wait for a peer come back at once. `abort` itself may wait, for captured graphs to
+            # be gone, and so may the end of the group, for its own threads: both in a thread that nobody waits for.
             aborting = threading.Thread(target=group.abort, name="nanovllm-abort", daemon=True)
             del group
             aborting.start()
@@ -207,6 +207,8 @@ class Collectives:
                 raise PeerLostError(f"rank {self.rank} has left the group after a failed step")
             work = getattr(group, name)(*args)
             if work is not None:
+                if self.device.type == "cpu":
+                    let_interrupts_in(work)
                 work.wait()
         except RuntimeError as error:
             self.on_failure()
@@ -216,6 +218,13 @@ class Collectives:
             # would have left in name only, and its peers would wait for it.
             work = group = None
         return self
+
+
+def let_interrupts_in(work: Any) -> None:
+    """Wait for gloo's `work` as Python waits, so that Ctrl-C ends it; gloo itself would wait on for a lost peer."""
+    ended = threading.Event()
+    work.get_future().add_done_callback(lambda future: ended.set())
+    ended.wait()
 
 
 @dataclass

@@ -42,35 +42,34 @@ def numbers(rank: int, step: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
 
 
-def run_rank(rank: int, boxes: list[torch.Tensor], results: Any) -> None:
+def run_rank(rank: int, boxes: list[torch.Tensor], sums: torch.Tensor) -> None:
     mailboxes = torch.tensor([box.data_ptr() for box in boxes])  # mapped elsewhere in each process
     epochs, stop = torch.zeros(MAX_CHUNKS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    sums = []
-    for step in range(len(STEPS)):
+    for step, (_, size) in enumerate(STEPS):
         x = numbers(rank, step)
         sum_in_place(x, mailboxes, epochs, stop, rank)
-        sums.append(x)
-    results.put((rank, [x.tolist() for x in sums]))
+        sums[rank, step, :size] = x
 
 
 def test_every_rank_gets_the_sum_of_all() -> None:
     ctx = multiprocessing.get_context("spawn")
     boxes = [torch.zeros(mailbox_bytes(SIZE), dtype=torch.uint8).share_memory_() for _ in range(SIZE)]
-    results = ctx.Queue()
-    ranks = [ctx.Process(target=run_rank, args=(rank, boxes, results), daemon=True) for rank in range(SIZE)]
+    sums = torch.zeros(SIZE, len(STEPS), max(size for _, size in STEPS)).share_memory_()
+    ranks = [ctx.Process(target=run_rank, args=(rank, boxes, sums), daemon=True) for rank in range(SIZE)]
     for process in ranks:
         process.start()
-    try:
-        got = dict(results.get(timeout=120) for _ in ranks)
-    finally:
-        for process in ranks:  # one that waits for a flag would wait for ever
-            process.kill()
-            process.join()
-    assert got[0] == got[1] == got[2]
-    for step, (dtype, _) in enumerate(STEPS):
+    for process in ranks:
+        process.join(60)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:  # one that waits for a flag would wait for ever
+        process.kill()
+        process.join()
+    assert codes == [0] * SIZE
+    assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
+    for step, (dtype, size) in enumerate(STEPS):
         expected = sum(numbers(rank, step).float() for rank in range(SIZE))
         rounding = 2.0**-7 if dtype == torch.bfloat16 else 0.0  # the interpreter cuts what a GPU rounds
-        torch.testing.assert_close(torch.tensor(got[0][step]), expected, rtol=rounding, atol=0.0, msg=f"step {step}")
+        torch.testing.assert_close(sums[0, step, :size], expected, rtol=rounding, atol=0.0, msg=f"step {step}")
 
 
 def test_a_rank_that_is_told_to_stop_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

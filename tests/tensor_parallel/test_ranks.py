@@ -112,6 +112,24 @@ def test_an_interrupt_in_the_middle_of_a_step(pair: LLM, expected: list[list[int
     assert cold_tokens(pair) == expected
 
 
+def test_a_collective_that_a_rank_does_not_come_to_can_be_left(pair: LLM, expected: list[list[int]]) -> None:
+    """Gloo waits for five minutes, and in C++, where no interrupt gets through."""
+    os.kill(pair.ps[0].pid, signal.SIGSTOP)
+    interrupts = [threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)) for delay in (1.0, 1.5)]
+    started = time.perf_counter()
+    try:
+        for each in interrupts:
+            each.start()
+        with pytest.raises(KeyboardInterrupt):
+            cold_tokens(pair)
+        assert time.perf_counter() - started < 10
+    finally:
+        for each in interrupts:
+            each.cancel()
+        os.kill(pair.ps[0].pid, signal.SIGCONT)
+    assert cold_tokens(pair) == expected
+
+
 def test_an_interrupt_after_the_ranks_were_told_and_before_they_meet(
     pair: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
