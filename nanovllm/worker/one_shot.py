@@ -177,9 +177,9 @@ class OneShotAllReduce:
     def close(self) -> None:
         """Give everything back, when no rank uses it any more; as often as one likes."""
         if self.own:
-            self._use_device()
-            self.unmap()
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # after a fault CUDA refuses everything
+                self._use_device()
+                self.unmap()
                 self.cuda("cudaFree", self.own)  # waits for the device
         self.own = 0
 

@@ -519,7 +519,10 @@ def test_folders_without_answers_are_named(workbook: Workbook, capsys: pytest.Ca
     deep = students / "bob" / "exercises"  # a whole clone was handed in
     deep.mkdir(parents=True)
     shutil.copy(workbook.solutions / file, deep / file)
-    assert main(["grade", "4.1", "--class", str(students), "--csv", str(workbook.root / "grades.csv")]) == 0
+    out = workbook.root / "grades.csv"
+    assert main(["grade", "4.1", "--class", str(students), "--csv", str(out)]) == 0
+    rules = {row["student"]: row["first_failing_rule"] for row in csv.DictReader(out.open())}
+    assert rules == {"ann": "", "bob": f"There is no {file} in the folder."}
     assert capsys.readouterr().err.endswith("in 1 of the folders: bob\n")
 
 

@@ -244,6 +244,42 @@ def test_the_exit_code_may_come_through_another_thread() -> None:
     assert "was killed by SIGKILL" in text
 
 
+def test_an_end_that_is_interrupted_can_be_asked_for_again(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = build(tiny_model_dir)
+    process, join = llm.ps[0], llm.ps[0].join
+
+    def interrupted(timeout: float | None = None) -> None:
+        monkeypatch.setattr(process, "join", join)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.ranks.stop()
+    llm.ranks.stop()
+    assert not is_running(process.pid)
+    llm.exit()
+
+
+def test_two_interrupts_while_it_is_built_leave_no_rank(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, ranks = RankGroup.stop, []
+
+    def press_again(group: RankGroup) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        stop(group)
+        ranks.extend(group.ps)
+
+    def press(group: RankGroup) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(RankGroup, "wait_ready", press)
+    monkeypatch.setattr(RankGroup, "stop", press_again)
+    with pytest.raises(KeyboardInterrupt):
+        build(tiny_model_dir)
+    assert ranks and not any(is_running(process.pid) for process in ranks)
+
+
 def test_an_engine_that_is_forgotten_ends_its_ranks(tiny_model_dir: Path) -> None:
     llm = build(tiny_model_dir)
     pid = llm.ps[0].pid
