@@ -12,7 +12,7 @@ from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
 QUESTIONS = (
-    "What is the capital of France?",
+    "Which country is Paris the capital of?",
     "What is photosynthesis?",
     "What is the opposite of hot?",
     "Write a friendly greeting for a new colleague.",
