@@ -50,6 +50,15 @@ def load_object(spec: str) -> Any:
     return reduce(getattr, name.split("."), module)
 
 
+def are_shipped(*methods: Any) -> bool:
+    """Whether these methods and properties are the engine's own: nobody put others in their place, as a part or by
+    hand. A loop over all rows may then do by itself what they would do for most rows."""
+    return all(
+        str(getattr(getattr(method, "fget", method), "__module__", "")).startswith("nanovllm.engine.")
+        for method in methods
+    )
+
+
 class Parts:
     """Replacements by seam name. Immutable; `merged` makes a new one."""
 

@@ -23,7 +23,10 @@ from nanovllm.attention.triton_kernels import interpreted
 MAX_BYTES = 1 << 20  # the largest tensor that is summed in this way
 CHUNK_BYTES = 4096  # what one program sums
 MAX_CHUNKS = MAX_BYTES // CHUNK_BYTES
-LOOKS = 1024  # how often a program looks for a flag before it asks whether it should stop, which takes longer
+# How often a program looks for a flag (some milliseconds) before it asks whether it should stop. The answer lies in the
+# host's memory, where the 512 warps of a sum read it one after the other in 0.4 ms. A peer that waits so long meanwhile
+# would ask as well, and keep this rank waiting in its turn: after one such wait every sum would take 0.4 ms.
+LOOKS = 1 << 15
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # those that a sum in float32 is exact enough for
 
 
@@ -63,13 +66,16 @@ def all_reduce_kernel(
         else:
             flag = (mailbox + flags + rank * 8).to(tl.pointer_type(tl.int64))
             looks, stop = 0, tl.full([], 0, tl.int64)
-            # What is read behind this loop must not be read before it, neither by the GPU nor, as it may around a plain
-            # load, by the compiler. So every look *acquires*. (A `stop` stays: all threads must leave the loop for it.)
-            while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") <= epoch) & (stop == 0):
+            # (A `stop` stays: all threads must leave the loop for it.)
+            while (tl.load(flag, volatile=True) <= epoch) & (stop == 0):
                 looks += 1
                 stop = tl.load(stop_ptr, mask=looks % LOOKS == 0, other=0, volatile=True)
+            # What is read from here on must not be read before, neither by the GPU nor by the compiler: so the last
+            # look *acquires*, and what it finds decides what is read.
+            raised = tl.atomic_add(flag, 0, sem="acquire", scope="sys") > epoch
             letter = (mailbox + letters + rank * MAX_BYTES).to(tl.pointer_type(dtype))
-            total += tl.load(tl.multiple_of(letter, 16) + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            letter = tl.multiple_of(letter, 16) + at
+            total += tl.load(letter, mask=mask & raised, other=0.0, cache_modifier=".cg").to(tl.float32)
     tl.store(x_ptr + at, total.to(dtype), mask=mask)
     tl.store(epochs_ptr + program, epoch + 1)
 

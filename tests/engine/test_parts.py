@@ -156,3 +156,35 @@ def test_a_sequence_is_asked_for_its_limit_and_its_end(tiny_model_dir: Path) -> 
     expected = generated(tiny_model_dir, {})
     assert generated(tiny_model_dir, {"Sequence": Short}) == [tokens[:3] for tokens in expected]
     assert generated(tiny_model_dir, {"Sequence": Flagged, "Scheduler.postprocess": flags}) == expected
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["as a part", "by hand"])
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (BlockManager, "can_append"),
+        (BlockManager, "append"),
+        (Scheduler, "plan"),
+        (Scheduler, "stop_reason"),
+        (Sequence, "append_token"),
+        (Sequence, "max_tokens"),
+    ],
+)
+def test_what_somebody_replaced_is_asked_about_every_row(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, owner: type[Any], method: str, by_hand: bool
+) -> None:
+    """The loops over rows do by themselves what the shipped methods would do for most of them, see `are_shipped`."""
+    expected = generated(tiny_model_dir, {})
+    shipped, asked = vars(owner)[method], []
+
+    def replacement(self: Any, *args: Any) -> Any:
+        asked.append(self)
+        return getattr(shipped, "fget", shipped)(self, *args)
+
+    replaced = property(replacement) if isinstance(shipped, property) else replacement
+    if by_hand:
+        monkeypatch.setattr(owner, method, replaced)
+    parts = {} if by_hand else {owner.__name__: type(owner.__name__, (owner,), {method: replaced})}
+    assert generated(tiny_model_dir, parts) == expected
+    num_decodes = sum(len(token_ids) - 1 for token_ids in expected)
+    assert len(asked) >= num_decodes
