@@ -53,10 +53,9 @@ def load_object(spec: str) -> Any:
 def are_shipped(*methods: Any) -> bool:
     """Whether these methods and properties are the engine's own: nobody put others in their place, as a part or by
     hand. A loop over all rows may then do by itself what they would do for most rows."""
-    return all(
-        str(getattr(getattr(method, "fget", method), "__module__", "")).startswith("nanovllm.engine.")
-        for method in methods
-    )
+    # Not by `__module__`, which `functools.wraps` gives to a wrapper as well.
+    names = [getattr(getattr(method, "fget", method), "__globals__", {}).get("__name__", "") for method in methods]
+    return all(name.startswith("nanovllm.engine.") for name in names)
 
 
 class Parts:

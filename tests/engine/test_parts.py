@@ -4,6 +4,7 @@ And learners' parts that go about it in another way than the shipped ones, but r
 than it asks for.
 """
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +177,12 @@ def test_what_somebody_replaced_is_asked_about_every_row(
     """The loops over rows do by themselves what the shipped methods would do for most of them, see `are_shipped`."""
     expected = generated(tiny_model_dir, {})
     shipped, asked = vars(owner)[method], []
+    function = getattr(shipped, "fget", shipped)
 
+    @wraps(function)  # which makes it look like the shipped one
     def replacement(self: Any, *args: Any) -> Any:
         asked.append(self)
-        return getattr(shipped, "fget", shipped)(self, *args)
+        return function(self, *args)
 
     replaced = property(replacement) if isinstance(shipped, property) else replacement
     if by_hand:
