@@ -38,12 +38,12 @@ ifneq ($(HERE),True)
 endif
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found; name one: make ... PYTHON=/path/to/python"; exit 1; }
-	test "$(HERE)" = True || $(PYTHON) -m venv --clear $(VENV)
+	@test "$(HERE)" = True || { echo "Making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
 model: setup
-	@$(BIN)/python -m nanovllm model get --quiet
+	@folder=$$($(BIN)/python -m nanovllm model get --quiet) && echo "The model lies in $$folder"
 
 demo: model
 	@$(BIN)/python -m nanovllm demo
