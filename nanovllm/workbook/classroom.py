@@ -118,6 +118,16 @@ def without_answers(folder: Path, exercises: tuple[str, ...]) -> list[str]:
     return [path.name for path in student_folders(folder) if not any((path / file).is_file() for file in files)]
 
 
+def keep_former(output: Path) -> Path | None:
+    """Put a CSV of an earlier run aside, as `grades.csv~`; returns its new path, None if there is none."""
+    if not output.is_file():
+        return None
+    try:
+        return output.replace(output.with_name(output.name + "~"))
+    except OSError:
+        return None  # a folder where nothing can be made or renamed; then `open_output` has its say
+
+
 def open_output(output: Path) -> TextIO:
     """The CSV, opened for writing before anything is graded. Raises WorkbookError where that cannot be."""
     try:

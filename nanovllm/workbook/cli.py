@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nanovllm.workbook.checking import check
-from nanovllm.workbook.classroom import ClassOptions, grade, grade_class, without_answers
+from nanovllm.workbook.classroom import ClassOptions, grade, grade_class, keep_former, without_answers
 from nanovllm.workbook.helping import hint, progress, reset, reveal, solve
 from nanovllm.workbook.quizzes import answer, quiz
 from nanovllm.workbook.updating import update
@@ -123,6 +123,8 @@ def grade_command(argv: list[str]) -> int:
     if args.students:
         options = ClassOptions(args.chain, args.seed, args.jobs, args.seconds, args.memory_mb)
         output = Path(args.csv or "grades.csv")
+        if not args.resume and (former := keep_former(output)):
+            print(f"What was in {output} is in {former} now.", file=sys.stderr)
         try:
             count = grade_class(Path(args.students), output, tuple(args.exercises), options, args.resume)
         except KeyboardInterrupt:

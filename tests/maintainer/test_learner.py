@@ -399,6 +399,18 @@ def test_class_mode(workbook: Workbook) -> None:
     assert [row["student"] for row in csv.DictReader(out.open())] == [row["student"] for row in rows]
 
 
+def test_the_grades_of_an_earlier_run_are_kept(workbook: Workbook, capsys: pytest.CaptureFixture[str]) -> None:
+    students, out = write_students(workbook, ann=""), workbook.root / "grades.csv"
+    arguments = ["grade", "4.1", "--class", str(students), "--csv", str(out)]
+    assert main(arguments) == main([*arguments, "--resume"]) == 0
+    assert not Path(f"{out}~").exists()
+    out.write_text("graded by hand")
+    assert main(arguments) == 0
+    assert Path(f"{out}~").read_text() == "graded by hand"
+    assert f"What was in {out} is in {out}~ now." in capsys.readouterr().err
+    assert [row["student"] for row in csv.DictReader(out.open())] == ["ann"]
+
+
 def write_students(workbook: Workbook, **answers: str) -> Path:
     """A class with one file a student, for chapter 4; returns its folder."""
     students = workbook.root / "class"
