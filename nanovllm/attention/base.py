@@ -3,7 +3,8 @@
 The KV cache of one layer is two tensors `k_cache`, `v_cache` [num_blocks, block_size, K, H]. A token's *slot* is
 `block_id * block_size + offset`: with block size 16, position 35 of a sequence whose block_table is (7, 2, 9) lies in
 block 9 at offset 3, slot 9 * 16 + 3 = 147. Every backend first stores the new keys and values of *all* tokens of the
-step and only then attends, so a row may read what another row of the same step has just written.
+step and only then attends, so a row may read what another row of the same step has just written. (The compiled step of
+a CPU goes 64 rows at a time, and may: rows that share blocks in a step read what those before them write.)
 """
 
 from abc import ABC, abstractmethod

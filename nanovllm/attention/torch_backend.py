@@ -157,5 +157,5 @@ class TorchAttention(AttentionBackend):
 
 
 def additive(unseen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores: 0, or -inf where True. Made once a step; bools would be turned in every layer."""
+    """What is added to the scores: 0, or -inf where True. Made once a step; bools would be converted in every layer."""
     return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, float("-inf"))

@@ -141,7 +141,6 @@ class StepTimes:
     is_prefill: bool
     rows: int
     tokens: int
-    read_bytes: int = 0
     schedule: float = 0.0
     prepare: float = 0.0
     gpu: float = 0.0
@@ -204,7 +203,6 @@ class StepClock:
                 num_tokens > 0,
                 len(seqs),
                 abs(num_tokens),
-                0,
                 parts.get("schedule", 0.0),
                 parts.get("build", 0.0),
                 parts.get("gpu", 0.0),
@@ -215,7 +213,7 @@ class StepClock:
         return seqs, num_tokens
 
     def summary(self) -> dict[str, Any]:
-        """Totals in seconds, prefill and decode apart; `host` is what the GPU waited for, and what no part names."""
+        """Totals in seconds, prefill and decode apart; `host` is `wall` less `gpu`."""
         result: dict[str, Any] = {}
         for phase, steps in (
             ("prefill", [s for s in self.steps if s.is_prefill]),

@@ -43,7 +43,8 @@ class BlockManager(ReprHTML):
     """The pool of `num_blocks` blocks of `block_size` tokens.
 
     INVARIANT: the free queue holds exactly the blocks with ref_count 0; the ref_counts sum to the lengths of all block
-    tables; a block that is shared is full, so nobody writes into a block that another sequence reads.
+    tables; a block that is shared is full (or filled in the very step that shares it, by its first holder), so nobody
+    writes into a block that another sequence has read.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:

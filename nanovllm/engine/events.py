@@ -79,7 +79,8 @@ class Finish(NamedTuple):
 
 
 class StepTimings(NamedTuple):
-    """Seconds spent in the three lines of a step. `run` ends when the sampled tokens are on the host."""
+    """Seconds spent in the three lines of a step. `run` ends when the sampled tokens are on the host; where none are
+    sampled (chunks of prompts), a GPU has only got its work by then."""
 
     schedule: float
     run: float

@@ -201,7 +201,7 @@ class LLMEngine:
             self.scheduler.abort(seq_id)
 
     def _abort_abandoned_if_idle(self) -> None:
-        """In the middle of a call, of this thread or another one, they have to wait for the next step."""
+        """End the requests of forgotten streams; in the middle of a call, of any thread, the next step does it."""
         if not self._abandoned:
             return
         with DeferredInterrupt():
@@ -231,7 +231,8 @@ class LLMEngine:
             return self.scheduler.abort(whole_number(seq_id))
 
     def get_output(self, seq_id: int) -> Generation | None:
-        """The result of a request queued by hand that finished during a `generate` or `stream`; handed out once."""
+        """The result of a request queued by hand that finished in a `generate`, a `stream` or an interrupted `step`;
+        handed out once."""
         seq = self._unclaimed.pop(whole_number(seq_id), None)
         return None if seq is None else self._generation(seq, seq.completion_token_ids)
 
@@ -369,6 +370,7 @@ class LLMEngine:
                         self._readers[seq_id] = weakref.KeyedRef(pieces, self._abandoned.append, seq_id)
                     try:
                         self._keep([other for other in self._step(interrupt)[0] if other.is_finished])
+                        assert seq.is_finished or not self.scheduler.is_finished(), "the request is in no queue"
                     except BaseException:
                         self._give_up({seq.seq_id})
                         raise

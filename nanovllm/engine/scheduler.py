@@ -138,8 +138,8 @@ class Scheduler:
             seq = self.next_waiting()
             if not self.block_manager.can_allocate(seq):
                 break  # nobody overtakes the one that waits for room
+            self.admit(seq)  # before it leaves its queue: should that fail, it is still in one
             self.waiting.remove(seq)
-            self.admit(seq)
             budget -= self.plan_chunk(seq, budget)
             seqs.append(seq)
         return seqs
@@ -170,9 +170,9 @@ class Scheduler:
         """
         seqs: list[Sequence] = []
         can_append, append = self.block_manager.can_append, self.block_manager.append
-        # Most tokens open no block and fill none, and with 256 rows three calls for each are a fifth of the host's time
-        # in a step. With blocks of 4 only positions 0 (mod 4), which opens one, and 3, which fills it, need them.
-        period = self.block_manager.block_size if are_shipped(can_append, append, self.plan) else 1
+        # Most tokens open no block and fill none: with blocks of 4 those at positions 1 and 2, 5 and 6, and so on. With
+        # 256 rows three calls for each of them would be a fifth of the host's time in a step.
+        block_size, shipped = self.block_manager.block_size, are_shipped(can_append, append, self.plan)
         index = 0
         while index < len(self.running):  # which `preempt` shortens, or replaces by a shorter one
             seq = self.running[index]
@@ -180,7 +180,7 @@ class Scheduler:
             position = seq.num_computed_tokens
             if position < seq.num_prefill_tokens:  # `is_prefilling`; a call less for every row
                 continue  # a prompt under way holds all of its blocks already
-            if (position + 1) % period > 1:
+            if shipped and 0 < position % block_size < block_size - 1:
                 seq.num_scheduled_tokens = 1
                 seqs.append(seq)
                 continue
@@ -230,22 +230,20 @@ class Scheduler:
         next step.
         """
         any_finished = False
-        # Most rows go on, and it takes two calls each to find that out: with 256 rows a tenth of the host's time in a
-        # step. So rows of the shipped class are looked at here; `stop_reason` is asked about those that may end.
-        look = are_shipped(self.stop_reason, Sequence.append_token, Sequence.max_tokens)
+        shipped = are_shipped(self.stop_reason, Sequence.append_token, Sequence.max_tokens)
         stop_token_ids, max_length = self.stop_token_ids, self.max_length
         for seq, token_id in zip(seqs, token_ids, strict=True):
             seq.num_computed_tokens += seq.num_scheduled_tokens
-            length = len(seq.token_ids) + 1
-            if seq.num_computed_tokens + 1 < length:
+            if seq.num_computed_tokens < len(seq.token_ids):
                 continue  # more chunks to come
             assert token_id is not None, f"sequence {seq.seq_id} caught up, but no token was sampled for it"
             seq.append_token(token_id)
+            length = len(seq.token_ids)
             if (
-                look and type(seq) is Sequence and token_id not in stop_token_ids and length < max_length
+                shipped and type(seq) is Sequence and token_id not in stop_token_ids and length < max_length
                 and length - seq.num_prompt_tokens < seq.sampling_params.max_tokens
             ):  # fmt: skip
-                continue
+                continue  # as most rows: so much of `stop_reason` is written out here, for two calls less for each row
             reason = self.stop_reason(seq)
             if reason is not None:
                 self.finish(seq, reason)
@@ -303,7 +301,9 @@ class Scheduler:
         self.block_manager.reset()
         for seq in seqs:
             seq.block_table, seq.num_hashed_blocks, seq.num_computed_tokens = (), 0, 0
-            if seq.seq_id in dropped or seq.is_finished:  # finished: the step failed while its results were booked
+            if seq.status is SequenceStatus.FINISHED:
+                continue  # the step failed while its results were booked, this one's before
+            if seq.seq_id in dropped or seq.is_finished:
                 self._end(seq, seq.finish_reason or FinishReason.ABORT)
                 continue
             if seq.status is SequenceStatus.RUNNING:

@@ -1,7 +1,7 @@
 """Sequence: one request on its way through the engine: its tokens, its progress and its KV blocks.
 
 A sequence is bookkeeping only. It knows nothing about queues, pools or tensors: the `Scheduler` alone changes its
-status, the `BlockManager` alone changes its block table.
+status, the `BlockManager` alone changes its block table (but for `Scheduler.recover`, which clears it).
 
 Progress is one number. `num_computed_tokens` tokens have their keys and values in the cache; each step computes
 `num_scheduled_tokens` more, and a sequence that has caught up with `num_tokens` gets one new token. Chunked prefill,

@@ -99,7 +99,7 @@ class CompiledProduct:
     """x [T, in] -> x @ weight.T + bias through the library for up to 64 rows, beyond that as PyTorch does it.
 
     scale: of int8 weights, one an output. logits: through the library for any number of rows, and float32, so that
-    equal logits are rarer than in bfloat16; int8 weights only so.
+    equal logits are rarer than in bfloat16. int8 weights always go through the library.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Token embedding and language-model head, cut over the vocabulary.
 
-With V tokens and n ranks every rank holds ceil(V / n) rows; the last ones of the last rank may be padding (zeros),
+With V tokens and n ranks every rank holds ceil(V / n) rows; the last ones of all may be padding (zeros),
 which the gathered logits leave out. V = 10 on 4 ranks: 3 rows each, ids 0-2, 3-5, 6-8, and 9 with two rows of padding.
 """
 

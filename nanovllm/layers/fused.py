@@ -2,7 +2,8 @@
 
 Every function here has a plain twin of the same result in the layer that it serves; `models.fuse.install_fused` hands
 them to the layers of a model on a GPU. A layer that somebody replaced keeps its own code: only the shipped classes are
-given one. All statistics are float32, and values are rounded where the plain code rounds them.
+given one. All statistics are float32, and values are rounded where the plain code rounds them, but for the rotation,
+which rounds once instead of three times.
 
 Letters: T tokens, N heads, K kv heads, H head dim, D model dim, F mlp dim, S sampled rows, V vocabulary.
 """

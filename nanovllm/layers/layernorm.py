@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual addition that always precedes it."""
+"""RMSNorm, with the residual addition that mostly precedes it."""
 
 from collections.abc import Callable
 from typing import Any

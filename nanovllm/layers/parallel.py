@@ -33,8 +33,8 @@ class TPGroup:
             self._group().allreduce([x]).wait()
         return x
 
-    def gather(self, x: Tensor, dim: int = -1) -> Tensor | None:
-        """Every rank's `x` (equal shapes) joined along `dim` on rank 0; None on the others."""
+    def gather(self, x: Tensor) -> Tensor | None:
+        """Every rank's `x` (equal shapes), side by side in the last dimension, on rank 0; None on the others."""
         if self.size == 1:
             return x
         x = x.contiguous()
@@ -42,7 +42,7 @@ class TPGroup:
         options = dist.distributed_c10d.GatherOptions()
         options.rootRank = 0
         self._group().gather([shards] if self.rank == 0 else [], [x], options).wait()
-        return torch.cat(shards, dim) if self.rank == 0 else None
+        return torch.cat(shards, -1) if self.rank == 0 else None
 
     def share(self, total: int, what: str) -> int:
         """This rank's equal part of `total`. Raises `ConfigError` naming the sizes that would divide it."""

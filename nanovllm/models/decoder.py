@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.o_proj = resolve(RowParallelLinear)(
             config.num_heads * config.head_dim, config.hidden_size, bias=output_bias, tp=tp
         )
-        # Norms, rotation and store in one, where models/prepare.py (CPU) or models/fuse.py (GPU) puts it.
+        # Norms, rotation and store in one, where models/fuse.py (GPU), prepare.py or compiled_step.py (CPU) puts it.
         self.rotate_and_store: Callable[..., Tensor] | None = None
         self.qk_norm = family.qk_norm
         if self.qk_norm:
@@ -60,13 +60,14 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x)
         if self.rotate_and_store is not None:
             q = self.rotate_and_store(qkv, positions, k_cache, v_cache, metadata.slot_mapping)  # [T, N, H]
-            return cast(Tensor, self.o_proj(self.attention.attend(q, k_cache, v_cache, metadata).flatten(1)))
-        qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))  # [T, N + 2K, H]
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, N, H], [T, K, H], [T, K, H]
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary(positions, q, k)
-        out = self.attention.forward(q, k, v, k_cache, v_cache, metadata)  # [T, N, H]
+            out = self.attention.attend(q, k_cache, v_cache, metadata)  # [T, N, H]
+        else:
+            qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))  # [T, N + 2K, H]
+            q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)  # [T, N, H], [T, K, H], [T, K, H]
+            if self.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.rotary(positions, q, k)
+            out = self.attention.forward(q, k, v, k_cache, v_cache, metadata)  # [T, N, H]
         return cast(Tensor, self.o_proj(out.flatten(1)))
 
 

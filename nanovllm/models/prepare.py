@@ -80,10 +80,12 @@ def fuse_operators(model: DecoderForCausalLM) -> None:
         if type(module) is RMSNorm:
             module.kernel = FastNorm(module.weight, module.eps)
         elif type(module) is Attention and as_shipped(module):
-            table = tables.setdefault(id(module.rotary), wide_table(module.rotary.cos_sin))
+            rotary = module.rotary
+            if id(rotary) not in tables:  # one for all layers
+                tables[id(rotary)] = wide_table(rotary.cos_sin)
             norms = (module.q_norm, module.k_norm) if module.qk_norm else ()
             fast = [FastNorm(norm.weight, norm.eps) for norm in norms]
-            module.rotate_and_store = RotateAndStore(module.attention, table, fast)
+            module.rotate_and_store = RotateAndStore(module.attention, tables[id(rotary)], fast)
 
 
 def quantize(layer: Any) -> None:

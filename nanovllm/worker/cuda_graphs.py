@@ -92,7 +92,9 @@ class DecodeGraphs:
         self.cu_seqlens_q = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self.last_size = 0  # of the graph that was replayed last
         self.pool: Any = None
+        self.copied: torch.cuda.Event | None = None  # the inputs of the last step are on the GPU
         if device.type == "cuda":
+            self.copied = torch.cuda.Event()
             gc.collect()  # an old graph that is freed during a capture would spoil it
             self.pool = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones fit into its memory.
@@ -136,10 +138,14 @@ class DecodeGraphs:
         return arrays.num_decodes == rows <= self.sizes[-1] and width <= self.inputs.host["block_tables"].shape[1]
 
     def run(self, arrays: BatchArrays) -> tuple[Tensor | None, Tensor]:
-        """Replay the step: (logits [B, V], temperatures [S]); None for logits on ranks above 0. Waits for nothing."""
+        """Start the step: (logits [B, V], temperatures [S]); None for logits on ranks above 0."""
         rows = len(arrays.input_ids)
         size = self.last_size = self.size_for[rows]
+        if self.copied is not None:
+            self.copied.synchronize()  # nobody waits for a step that samples nothing, nor do ranks above 0 for any
         self.inputs.write(arrays, size)
+        if self.copied is not None:
+            self.copied.record()
         replay, logits = self.graphs[size]
         replay()
         return None if logits is None else logits[:rows], self.inputs.device["temperatures"][: len(arrays.temperatures)]

@@ -48,15 +48,14 @@ class InputBatchBuilder:
     def build(self, seqs: list[Sequence]) -> BatchArrays:
         """The arrays of a step of any kind: pure decodes take a shorter way to the same numbers."""
         arrays = self.continue_decode(seqs)
-        if arrays is None and all(seq.num_scheduled_tokens == 1 for seq in seqs):
-            arrays = self.prepare_decode(seqs)
-        elif arrays is None:
-            arrays = self.prepare_prefill(seqs)
+        if arrays is None:
+            only_decodes = all(seq.num_scheduled_tokens == 1 for seq in seqs)
+            arrays = self.prepare_decode(seqs) if only_decodes else self.prepare_prefill(seqs)
         self.built, self.expected = (list(seqs), arrays), None  # a scheduler may fill the same list anew
         return arrays
 
     def look_ahead(self) -> None:
-        """Prepare for the same rows to decode once more. Called while the device works, so that it costs nothing.
+        """Prepare for the same rows to decode once more. Called while a GPU works, so that there it costs nothing.
 
         With block size 4, a row that has just written slot 30 (block 7, offset 2) will write slot 31; one that has
         written slot 31 enters a block that is not known yet. If the longest context was 8 in tables of 2 blocks, the
@@ -95,8 +94,8 @@ class InputBatchBuilder:
     def prepare_prefill(self, seqs: list[Sequence]) -> BatchArrays:
         """Rows with any number of queries, packed one behind the other.
 
-        Two rows that compute tokens 4, 5, 6 of 7 and token 9 of 10: positions [4, 5, 6, 9], cu_seqlens_q [0, 3, 4],
-        context_lens [7, 10].
+        Two rows that compute token 9 of 10 and tokens 4, 5, 6 of 7: positions [9, 4, 5, 6], cu_seqlens_q [0, 1, 4],
+        context_lens [10, 7].
         """
         starts = [seq.num_computed_tokens for seq in seqs]
         ends = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs]

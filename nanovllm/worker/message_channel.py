@@ -131,8 +131,7 @@ class MessageChannel:
                 if time.perf_counter() >= deadline:
                     self.events[0].wait()
                     self.events[0].clear()
-            if self.spin:
-                self.events[0].clear()  # nobody slept, and the bytes must not fill the pipe
+            self.events[0].clear()  # if nobody slept, its byte is still there, and bytes must not fill the pipe
             offset, size, piece = self.take()
             payload[offset:] = piece  # a first piece starts anew, also behind the first half of an interrupted message
         return decode(payload)
@@ -147,7 +146,11 @@ class MessageChannel:
                 time.sleep(50e-6)
 
     def put(self, payload: bytes, offset: int) -> None:
-        """Lay the piece of `payload` that begins at `offset` into the memory; its number last, when it is whole."""
+        """Lay the piece of `payload` that begins at `offset` into the memory; its number last, when it is whole.
+
+        A reader that sleeps is woken by a system call, behind which everything is in place. One that watches the number
+        relies on stores becoming visible in their order, as x86 has it; nothing here enforces that elsewhere.
+        """
         piece = payload[offset : offset + len(self.bytes)]
         self.bytes[: len(piece)] = piece
         self.words[OFFSET], self.words[SIZE] = offset, len(payload)

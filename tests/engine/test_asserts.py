@@ -8,7 +8,7 @@ import torch
 
 from nanovllm import Parts
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.events import FinishReason
+from nanovllm.engine.events import FinishReason, Journal
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import Sampler
@@ -102,13 +102,37 @@ def test_after_a_failed_step_those_that_are_left_start_over_in_their_order() -> 
     seqs[0].sampling_params.max_tokens = 1
     with pytest.raises(AssertionError, match="no token was sampled"):
         scheduler.postprocess(seqs, [3, 3, None], True)
+    scheduler.watch(Journal())
     scheduler.recover({seqs[1].seq_id})
+    assert scheduler.journal is not None
+    assert [event.seq_id for event in scheduler.journal.finished] == [seqs[1].seq_id]  # the other's was told in time
     assert [seq.finish_reason for seq in seqs] == [FinishReason.LENGTH, FinishReason.ABORT, None]
     assert list(scheduler.waiting) == [seqs[2], late] and scheduler.running == []
     check_invariants(scheduler)
     scheduler.running.append(late)  # by a method that forgot to take it out of the other queue
     scheduler.recover(set())
     assert list(scheduler.waiting) == [seqs[2], late] and scheduler.running == []
+
+
+def test_a_request_whose_blocks_cannot_be_given_is_still_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(FakeConfig())
+    seq = Sequence([1, 2, 3], block_size=4)
+    scheduler.add(seq)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(scheduler.block_manager, "allocate", lambda seq: 1 / 0)
+        scheduler.schedule()
+    scheduler.recover(set())
+    assert list(scheduler.waiting) == [seq]
+    assert scheduler.schedule() == ([seq], True) and not scheduler.waiting
+
+
+def test_a_reader_of_a_request_that_somebody_lost_does_not_wait_for_ever(tiny_model_dir: Path) -> None:
+    with build(tiny_model_dir) as llm:
+        stream = llm.stream(PROMPTS[0], cold(20))
+        next(stream)
+        llm.scheduler.running.clear()
+        with pytest.raises(AssertionError, match="in no queue"):
+            next(stream)
 
 
 def test_after_a_failed_step_who_had_a_seat_comes_first_under_any_policy() -> None:

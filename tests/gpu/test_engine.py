@@ -137,6 +137,18 @@ def test_the_pool_fills_the_memory_and_a_second_engine_sees_what_is_left(tiny_mo
             assert done[0] == done[1]
 
 
+def test_steps_that_sample_nothing_keep_their_inputs(tiny_model_dir: Path) -> None:
+    """Nobody waits for such a step, so the next one comes while the GPU has yet to fetch what this one is to read."""
+    options = {**SMALL, "dtype": "float32", "attention_backend": "triton", "max_num_seqs": 8, "prefill_chunk": 1}
+    prompts, params = [list(range(3, 60)), list(range(40, 10, -1))], SamplingParams(1e-6, 12, True)
+    results = []
+    for eager in (True, False):
+        with LLM(str(tiny_model_dir), enforce_eager=eager, **options) as llm:
+            torch.cuda._sleep(200_000_000)  # a tenth of a second in which everything queues up
+            results.append([result["token_ids"] for result in llm.generate(prompts, params, use_tqdm=False)])
+    assert results[0] == results[1]
+
+
 def test_a_sampler_of_ones_own_runs_behind_the_graph(tiny_model_dir: Path) -> None:
     from nanovllm.engine.parts import Parts
 

@@ -27,6 +27,22 @@ def test_only_steps_of_decodes_that_fit_are_replayed() -> None:
     assert not graphs.fits(arrays(4, 3, num_decodes=3)), "one row computes a prompt"
 
 
+def test_inputs_change_only_when_the_last_ones_are_copied() -> None:
+    """Nobody waits for a step that samples nothing, and the next one may come before its inputs are on the GPU."""
+    graphs, seen = object.__new__(DecodeGraphs), []
+    graphs.inputs, graphs.size_for = StepInputs(2, 3, torch.device("cpu")), [1, 1, 2]
+    graphs.graphs = {2: (lambda: seen.append("replay"), None)}
+    pinned, memory = graphs.inputs.host["input_ids"], graphs.inputs.device["input_ids"]
+    graphs.copied = SimpleNamespace(  # type: ignore[assignment]
+        synchronize=lambda: seen.append(f"wait with {pinned[0]}"), record=lambda: seen.append(f"copied {memory[0]}")
+    )
+    step = arrays(2)
+    graphs.run(step)
+    step.input_ids = step.input_ids + 5
+    graphs.run(step)
+    assert seen == ["wait with 0", "copied 10", "replay", "wait with 10", "copied 15", "replay"]
+
+
 def test_padding_rows_write_nowhere_and_read_nothing() -> None:
     """Also where a longer step has left its numbers."""
     inputs = StepInputs(4, 3, torch.device("cpu"))
