@@ -40,6 +40,7 @@ class ChatTemplate:
     def __init__(self, text: str, variables: dict[str, Any]) -> None:
         self.text, self.variables = text, variables
         self._helper: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # the process that started it
         self._finalizer: Any = None
 
     def render(self, messages: list[Any]) -> str:
@@ -65,6 +66,8 @@ class ChatTemplate:
 
     def _ask(self, request: bytes) -> dict[str, Any] | int:
         """What the helper answers; its exit status (-n: killed by signal n) if it ended instead."""
+        if self._owner != os.getpid():  # a forked copy of the owner: two that talk to one helper mix up its answers
+            self._helper = None
         if self._helper is None:
             request = json.dumps({"template": self.text, "variables": self.variables}).encode() + b"\n" + request
             self._start()
@@ -92,7 +95,8 @@ class ChatTemplate:
             env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
             start_new_session=True,  # Ctrl-C in a terminal goes to all processes of a session
         )  # fmt: skip
-        self._finalizer = weakref.finalize(self, end, self._helper)
+        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, end, self._helper, self._owner)
 
     def close(self) -> None:
         """End the helper, if there is one. Safe to call again; `render` starts another."""
@@ -101,8 +105,10 @@ class ChatTemplate:
             self._finalizer()
 
 
-def end(helper: "subprocess.Popen[bytes]") -> None:
-    """End a helper process and give its pipes back."""
+def end(helper: "subprocess.Popen[bytes]", owner: int) -> None:
+    """In the process that started it: end a helper process and give its pipes back."""
+    if os.getpid() != owner:
+        return
     helper.kill()
     for pipe in (helper.stdin, helper.stdout):
         with suppress(OSError):

@@ -139,7 +139,10 @@ class BlockManager(ReprHTML):
         return seq.num_computed_tokens
 
     def can_append(self, seq: Sequence) -> bool:
-        """Whether the slot of the sequence's last token exists, or a free block can provide it."""
+        """Whether the slot of the sequence's last token exists, or a free block can provide it.
+
+        The scheduler asks where a token opens or fills a block; about every token, if this or `append` is replaced.
+        """
         return len(seq.block_table) * self.block_size >= len(seq.token_ids) or bool(self.free_block_ids)
 
     def append(self, seq: Sequence) -> None:

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from nanovllm.errors import ConfigError
 
 T = TypeVar("T")
+SHIPPED = {"nanovllm.engine.scheduler", "nanovllm.engine.block_manager", "nanovllm.engine.sequence"}
 
 
 def load_object(spec: str) -> Any:
@@ -54,8 +55,8 @@ def are_shipped(*methods: Any) -> bool:
     """Whether these methods and properties are the engine's own: nobody put others in their place, as a part or by
     hand. A loop over all rows may then do by itself what they would do for most rows."""
     # Not by `__module__`, which `functools.wraps` gives to a wrapper as well.
-    names = [getattr(getattr(method, "fget", method), "__globals__", {}).get("__name__", "") for method in methods]
-    return all(name.startswith("nanovllm.engine.") for name in names)
+    functions = [method.fget if type(method) is property else method for method in methods]
+    return all(getattr(each, "__globals__", {}).get("__name__") in SHIPPED for each in functions)
 
 
 class Parts:

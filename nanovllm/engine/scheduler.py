@@ -79,6 +79,8 @@ class Scheduler:
         if seq.seq_id < 0:
             seq.seq_id = self.next_seq_id
         self.next_seq_id = max(self.next_seq_id, seq.seq_id + 1)
+        if seq.block_size != self.block_manager.block_size:  # an ad-hoc one takes the newest engine's, see `Sequence`
+            seq.block_size = self.block_manager.block_size
         self.waiting.append(seq)
         if self.journal is not None:
             self.journal.queued.append((seq.seq_id, seq.num_prompt_tokens))

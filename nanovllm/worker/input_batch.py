@@ -74,21 +74,26 @@ class InputBatchBuilder:
                 positions=positions, slot_mapping=last.slot_mapping + 1, context_lens=last.context_lens + 1,
                 block_tables=block_tables, max_context_len=last.max_context_len + 1,
             )  # fmt: skip
-            self.expected = Expectation(seqs, positions.tolist(), (positions + 1).tolist(), arrays, entering)
+            tables = [seq.block_table for seq in seqs]
+            self.expected = Expectation(seqs, positions.tolist(), (positions + 1).tolist(), tables, arrays, entering)
 
     def continue_decode(self, seqs: list[Sequence]) -> BatchArrays | None:
         """The expected step with its tokens filled in; None where anything is not as expected."""
         if self.expected is None or seqs != self.expected.seqs:
             return None
-        _, starts, ends, arrays, entering = self.expected
+        _, starts, ends, tables, arrays, entering = self.expected
         tokens = [seq.token_ids for seq in seqs]
         if [seq.num_computed_tokens for seq in seqs] != starts or list(map(len, tokens)) != ends:
             return None
         for row in entering:
             column = starts[row] // seqs[row].block_size  # not the last one: a pool may have given blocks ahead
-            block = seqs[row].block_table[column]
-            arrays.block_tables[row, column] = block
-            arrays.slot_mapping[row] = block * seqs[row].block_size
+            table = seqs[row].block_table
+            if table[:column] == tables[row][:column]:
+                tables[row] = table
+            arrays.block_tables[row, column] = table[column]
+            arrays.slot_mapping[row] = table[column] * seqs[row].block_size
+        if [seq.block_table for seq in seqs] != tables:  # a pool may have moved a row's blocks
+            return None
         return arrays._replace(input_ids=np.array([known[-1] for known in tokens], np.int64))
 
     def prepare_prefill(self, seqs: list[Sequence]) -> BatchArrays:
@@ -168,13 +173,15 @@ class Expectation(NamedTuple):
     seqs: list[Sequence]
     starts: list[int]  # each row's num_computed_tokens then ...
     ends: list[int]  # ... and its number of tokens
+    tables: list[tuple[int, ...]]  # each row's block table now
     arrays: BatchArrays  # all but the tokens, and the new blocks of rows that enter one
     entering: list[int]  # those rows
 
 
 def sampling_arrays(seqs: list[Sequence]) -> dict[str, Any]:
     """The temperatures of the sampled rows, and whether any of them is warm enough to draw noise."""
-    temperatures = np.array([seq.sampling_params.temperature for seq in seqs], np.float32)
+    exact = np.array([seq.sampling_params.temperature for seq in seqs])
+    temperatures = np.minimum(exact, np.finfo(np.float32).max).astype(np.float32)
     return {"temperatures": temperatures, "needs_noise": bool((temperatures > COLD).any())}
 
 

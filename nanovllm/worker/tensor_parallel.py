@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from multiprocessing import current_process, get_context, parent_process, resource_tracker
+from multiprocessing import process as processes
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -364,10 +365,12 @@ class RankGroup(JointLink):
         self._is_settled = True
 
     def is_alive(self) -> bool:
-        return self._death is None and not self._is_stopped
+        return self._death is None and not self._is_stopped and os.getpid() == self._owner
 
     def check(self) -> None:
         """Raise if a rank died (`EngineDeadError`, `ConfigError`) or failed in a method (`RankError`, once)."""
+        if os.getpid() != self._owner:
+            raise EngineDeadError("this process is a forked copy, and the ranks obey the original: build an LLM here")
         if self._death is not None:
             raise type(self._death)(str(self._death))  # a new one each time: a raised error keeps its traceback
         if self._is_stopped:
@@ -521,6 +524,16 @@ class WorkerLink(JointLink):
                 if not isinstance(error, PeerLostError):
                     self.report("failed", f"{method}:\n{traceback.format_exc()}")
                 self.collectives.leave()
+
+
+def disown_ranks() -> None:
+    """In a forked copy of the caller's process: they are not its children, and it must not end them with itself."""
+    children: set[Any] = getattr(processes, "_children", set())
+    children -= {child for child in children if child.name.startswith(PROCESS_NAME)}
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=disown_ranks)
 
 
 def start_ranks(config: Config, parts: Parts) -> RankLink:

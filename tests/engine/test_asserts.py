@@ -126,6 +126,15 @@ def test_a_request_whose_blocks_cannot_be_given_is_still_queued(monkeypatch: pyt
     assert scheduler.schedule() == ([seq], True) and not scheduler.waiting
 
 
+def test_an_ad_hoc_sequence_takes_the_block_size_of_its_pool() -> None:
+    """It was made with the newest engine's, which is not this one."""
+    scheduler = Scheduler(FakeConfig(kvcache_block_size=4))
+    seq = Sequence([1, 2, 3, 4, 5], block_size=256)
+    scheduler.add(seq)
+    scheduler.schedule()
+    assert seq.block_size == 4 and len(seq.block_table) == 2
+
+
 def test_a_reader_of_a_request_that_somebody_lost_does_not_wait_for_ever(tiny_model_dir: Path) -> None:
     with build(tiny_model_dir) as llm:
         stream = llm.stream(PROMPTS[0], cold(20))

@@ -4,15 +4,16 @@ And learners' parts that go about it in another way than the shipped ones, but r
 than it asks for.
 """
 
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.parts import Parts, active_parts, load_object
+from nanovllm.engine.parts import Parts, active_parts, are_shipped, load_object
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -191,3 +192,12 @@ def test_what_somebody_replaced_is_asked_about_every_row(
     assert generated(tiny_model_dir, parts) == expected
     num_decodes = sum(len(token_ids) - 1 for token_ids in expected)
     assert len(asked) >= num_decodes
+
+
+def test_only_the_methods_of_the_three_modules_are_shipped() -> None:
+    homes: dict[str, Any] = {"__name__": "nanovllm.engine.mine"}
+    exec("def can_append(self, seq): return True", homes)
+    shipped = (BlockManager(1, 4).append, BlockManager.append, Scheduler.plan, Sequence.max_tokens)
+    assert are_shipped(*shipped)
+    for foreign in (homes["can_append"], partial(BlockManager.append), lambda: 0, 3, None, Mock()):
+        assert not are_shipped(*shipped, foreign)

@@ -270,6 +270,25 @@ def test_it_goes_with_its_owner(how: str) -> None:
     assert child_processes() == before
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_copy_has_a_helper_of_its_own() -> None:
+    """Else two processes would read one pipe, and get each other's conversations. In a process of its own, because this
+    one has threads."""
+    code = (
+        "import os, sys\n"
+        "from nanovllm.chat_template import ChatTemplate\n"
+        "template = ChatTemplate('{{ messages }}', {}); template.render([0]); first = template._helper.pid\n"
+        "child = os.fork()\n"
+        "right = all(template.render([child, i]) == str([child, i]) for i in range(200))\n"
+        "if not child:\n"
+        "    sys.exit(0 if right and template._helper.pid != first else 1)\n"
+        "assert os.waitpid(child, 0)[1] == 0 and right\n"
+        "assert template.render([1]) == '[1]' and template._helper.pid == first\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
 def test_it_goes_with_a_caller_that_is_killed() -> None:
     code = (
         "import os, signal\n"

@@ -107,6 +107,39 @@ if __name__ == "__main__":
     assert not is_running(int(out.split()[0]))
 
 
+def test_a_forked_copy_leaves_the_ranks_alone(
+    tiny_model_dir: Path, tmp_path: Path, running: list[subprocess.Popen[str]]
+) -> None:
+    """Whether it uses the engine, closes it, forgets it, or merely ends, as every copy does."""
+    body = """
+if __name__ == "__main__":
+    import gc, os, sys
+    from nanovllm import EngineDeadError
+    llm = engine()
+    expected = tokens(llm)
+    for copy in range(4):
+        pid = os.fork()
+        if pid == 0:
+            if copy == 1:
+                try:
+                    tokens(llm)
+                except EngineDeadError as error:
+                    print(error)
+            elif copy == 2:
+                llm.exit()
+            elif copy == 3:
+                del llm
+                gc.collect()
+            sys.exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert tokens(llm) == expected
+"""
+    process = start(running, write_script(tmp_path, tiny_model_dir, body))
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert "forked copy" in out and "can only join" not in err
+
+
 def test_a_script_that_cannot_be_imported(tiny_model_dir: Path, running: list[subprocess.Popen[str]]) -> None:
     process = start(running, "-", stdin=subprocess.PIPE)
     body = ENGINE.format(model=str(tiny_model_dir)) + "\nif __name__ == '__main__': engine()\n"

@@ -188,6 +188,10 @@ def test_a_forked_copy_of_the_caller_does_not_end_the_ranks(
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)  # as the copy sees itself, whose finalizers run as well
         pair.ranks.stop()
+        with pytest.raises(EngineDeadError, match="forked copy"):
+            pair.ranks.check()
+        with pair.ranks.running("exit", ()):  # nothing is sent
+            pass
     assert pair.ps[0].is_alive() and cold_tokens(pair) == expected
 
 

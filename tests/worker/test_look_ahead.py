@@ -1,6 +1,7 @@
 """What the builder prepared while the device was busy equals what it would have prepared afterwards."""
 
 import random
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,7 +62,7 @@ def decoding(num_tokens: int, block_table: tuple[int, ...]) -> Sequence:
     return seq
 
 
-@pytest.mark.parametrize("change", ["rows", "others", "order", "progress", "tokens", "nothing"])
+@pytest.mark.parametrize("change", ["rows", "others", "order", "progress", "tokens", "blocks", "nothing"])
 def test_whatever_is_not_as_expected_is_prepared_anew(change: str) -> None:
     builder, seqs = InputBatchBuilder(), [decoding(5, (3, 1)), decoding(7, (2, 6))]
     builder.build(seqs)
@@ -81,8 +82,32 @@ def test_whatever_is_not_as_expected_is_prepared_anew(change: str) -> None:
     elif change == "tokens":
         seqs[0].append_token(8)
         seqs[0].num_scheduled_tokens = 2
+    elif change == "blocks":  # moved elsewhere, as a pool may that copies what somebody else reads
+        seqs[0].block_table = (3, 5)
     assert (builder.continue_decode(seqs) is not None) == (change == "nothing")
     assert_equal(builder.build(seqs), InputBatchBuilder().build(seqs))
+
+
+@pytest.mark.parametrize("table", [(3, 1, 7), (3, 9, 7)])
+def test_a_row_that_enters_a_block_keeps_the_others(table: tuple[int, ...]) -> None:
+    builder, seqs = InputBatchBuilder(), [decoding(8, (3, 1)), decoding(7, (2, 6))]
+    builder.build(seqs)
+    builder.look_ahead()
+    for seq in seqs:
+        seq.num_computed_tokens += 1
+        seq.append_token(9)
+    seqs[0].block_table = table
+    assert (builder.continue_decode(seqs) is None) == (table[:2] != (3, 1))
+    assert_equal(builder.build(seqs), InputBatchBuilder().build(seqs))
+
+
+def test_a_temperature_beyond_float32_is_the_largest_float32() -> None:
+    seq = decoding(5, (3, 1))
+    seq.sampling_params.temperature = 1e300
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        temperatures = InputBatchBuilder().build([seq]).temperatures
+    assert temperatures.tolist() == [np.finfo(np.float32).max]
 
 
 def test_what_was_expected_is_forgotten_when_something_else_was_built() -> None:
