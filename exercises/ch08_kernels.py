@@ -93,7 +93,7 @@ def split_kernel(
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
     SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Exercise 8.3, part one. The same, with the context cut into SPLITS stretches, each for a program of its own.
+    """Exercise 8.3, part one. The same as 8.2, with the context cut into SPLITS stretches, one program for each.
 
     With one long row and few heads, 8.2 starts so few programs that most of a GPU idles. Here the program (row, head,
     split) looks only at the positions from split * stretch on, `stretch` of them, where stretch is the context divided

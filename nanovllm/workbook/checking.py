@@ -10,7 +10,17 @@ from pathlib import Path
 
 from nanovllm.workbook import state
 from nanovllm.workbook.catalogue import Exercise, Workbook, WorkbookError
-from nanovllm.workbook.outcomes import FAILED, PASSED, ExerciseResult, Shown, TestResult, pre, table_html, table_text
+from nanovllm.workbook.outcomes import (
+    FAILED,
+    PASSED,
+    ExerciseResult,
+    Shown,
+    TestResult,
+    load_error,
+    pre,
+    table_html,
+    table_text,
+)
 from nanovllm.workbook.processes import kill_session
 
 PROCESS_SECONDS = 600
@@ -21,7 +31,13 @@ class CheckResult(Shown):
 
     def __init__(self, workbook: Workbook, results: list[ExerciseResult], target: str) -> None:
         self.results = results
-        failures = [result.first_failure.text for result in results if result.first_failure]
+        failures: list[str] = []
+        told: set[tuple[str, str]] = set()  # chapters of which a file that does not load was told, once is enough
+        for result in results:
+            error = result.exercise_id.partition(".")[0], load_error(result)
+            if result.first_failure and error not in told:
+                failures.append(result.first_failure.text)
+            told.update([error] if error[1] else [])
         text = "\n\n".join([table_text(workbook, results, target), *failures])
         super().__init__(text, table_html(workbook, results, target) + "".join(map(pre, failures)))
 

@@ -17,6 +17,7 @@ import resource
 import signal
 import tempfile
 import time
+import unicodedata
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
@@ -27,10 +28,13 @@ import pytest
 
 from nanovllm.workbook.catalogue import Exercise, Workbook, WorkbookError
 from nanovllm.workbook.checking import pytest_command, pytest_environment, run_graders
+from nanovllm.workbook.grading import clip
 from nanovllm.workbook.outcomes import FAILED, ExerciseResult, TestResult, table_text
 from nanovllm.workbook.processes import kill_session
 
 COLUMNS = ("student", "exercise", "state", "points", "total_points", "seconds", "first_failing_rule")
+MOST_STUDENTS = 100  # in the table of totals
+MOST_FILES = 2000  # that a search for a misnamed answer looks at
 PRELOAD = ["nanovllm.workbook.pytest_plugin", "nanovllm.engine.scheduler", "torch", "numpy"]
 
 
@@ -55,14 +59,72 @@ def grade(
     workbook = Workbook.find(answers=answers)
     wanted = workbook.select(*exercises)
     results = run_graders(workbook, wanted, target, chain, seed, Path(junit) if junit else None)
+    files = dict.fromkeys(exercise.file for exercise in wanted) if target == "exercises" else ()
     return {
         "target": target,
         "seed": seed,
         "points": sum(result.points for result in results),
         "total_points": sum(result.total_points for result in results),
         "exercises": [result.to_json() for result in results],
+        "missing": [told for file in files if (told := missing_file(workbook.answers, file))],
         "table": table_text(workbook, results, target),
     }
+
+
+def missing_file(folder: Path, file: str) -> str:
+    """What to say of a folder of answers that lacks this file, with the files that may be meant; "" if it has it."""
+    if (folder / file).is_file():
+        return ""
+    near = near_misses(folder, file)
+    return f"There is no {file} in the folder" + (f"; perhaps it is: {', '.join(near)}." if near else ".")
+
+
+def near_misses(folder: Path, file: str) -> list[str]:
+    """Files with a name like `file`'s in the folder or below it: "ch04_kv_cache (1).py", "exercises/ch04_kv_cache.py".
+
+    At most three. Hidden folders are left out, links are not followed, and a huge tree is not searched to its end.
+    """
+    wanted, found, looked = letters(Path(file).stem), [], 0
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        near = [name for name in names if wanted in letters(name) and Path(name).suffix in (".py", ".txt", ".ipynb")]
+        found += [str((Path(place) / name).relative_to(folder)) for name in sorted(near)]
+        looked += len(names)
+        if looked > MOST_FILES or len(found) >= 3:
+            break
+    return found[:3]
+
+
+def letters(name: str) -> str:
+    """A file's name without what portals and copies change: case, blanks, dashes and underscores."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def totals(rows: list[dict[str, str]]) -> str:
+    """Points of each student, by chapter and in all, as a table. rows: those of the CSV."""
+    chapters = sorted({row["exercise"].partition(".")[0] for row in rows}, key=int)
+    points: dict[str, dict[str, list[int]]] = {}
+    for row in rows:
+        for column in (row["exercise"].partition(".")[0], "total"):
+            cell = points.setdefault(row["student"], {}).setdefault(column, [0, 0])
+            cell[0] += int(row["points"])
+            cell[1] += int(row["total_points"])
+    columns = [*chapters, "total"]
+    lines = [["student", *(f"ch {chapter}" for chapter in chapters), "total"]]
+    for student, cells in list(points.items())[:MOST_STUDENTS]:
+        # A folder's name may be no UTF-8, which no terminal can show.
+        name = clip(student.encode(errors="backslashreplace").decode(), 30)
+        lines.append([name, *("/".join(map(str, cells[column])) if column in cells else "" for column in columns)])
+    widths = [max(columns_of(line[column]) for line in lines) for column in range(len(lines[0]))]
+    shown = [line[0] + " " * (widths[0] - columns_of(line[0])) + "".join(
+        f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True)) for line in lines]  # fmt: skip
+    more = len(points) - MOST_STUDENTS
+    return "\n".join([*shown, *([f"… and {more} more students"] if more > 0 else [])])
+
+
+def columns_of(text: str) -> int:
+    """How many columns of a terminal a text takes: Chinese characters take two each."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def student_folders(folder: Path) -> list[Path]:
@@ -110,6 +172,13 @@ def grade_class(folder: Path, output: Path, exercises: tuple[str, ...], options:
                 time.sleep(0.05)
             raise
     return len(work)
+
+
+def misnamed(folder: Path, exercises: tuple[str, ...]) -> list[str]:
+    """What to say of each student whose answers seem to be there under another name or in a folder below."""
+    files = dict.fromkeys(exercise.file for exercise in Workbook.find().select(*exercises))
+    told = ((path, missing_file(path, file)) for path in student_folders(folder) for file in files)
+    return [f"{path.name}: {text}" for path, text in told if "perhaps" in text]
 
 
 def without_answers(folder: Path, exercises: tuple[str, ...]) -> list[str]:
@@ -198,7 +267,6 @@ def grade_one(
             result.tests.append(TestResult("contract__runs_to_its_end", FAILED, rule=f"The grading must end: {said}."))
         kill_session(process.pid, folder)  # whatever the answer started and left behind
         running.discard(process.pid)
-    missing = "" if (student / exercise.file).is_file() else f"There is no {exercise.file} in the folder."
     return {
         "student": student.name,
         "exercise": exercise.id,
@@ -206,7 +274,9 @@ def grade_one(
         "points": result.points,
         "total_points": result.total_points,
         "seconds": f"{time.perf_counter() - started:.2f}",
-        "first_failing_rule": result.first_failure.rule if result.first_failure else missing,
+        "first_failing_rule": result.first_failure.rule
+        if result.first_failure
+        else missing_file(student, exercise.file),
     }
 
 

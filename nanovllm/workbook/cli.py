@@ -8,7 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nanovllm.workbook.checking import check
-from nanovllm.workbook.classroom import ClassOptions, grade, grade_class, keep_former, without_answers
+from nanovllm.workbook.classroom import (
+    ClassOptions,
+    grade,
+    grade_class,
+    keep_former,
+    misnamed,
+    read_rows,
+    totals,
+    without_answers,
+)  # fmt: skip
 from nanovllm.workbook.helping import hint, progress, reset, reveal, solve
 from nanovllm.workbook.quizzes import answer, quiz
 from nanovllm.workbook.updating import update
@@ -72,9 +81,9 @@ def progress_command(argv: list[str]) -> int:
 def quiz_command(argv: list[str]) -> int:
     """The quiz of a chapter; with a number and an answer, whether the answer is right."""
     parser = argparse.ArgumentParser(prog="nanovllm quiz", description=quiz_command.__doc__)
-    parser.add_argument("chapter", metavar="4")
+    parser.add_argument("chapter", help="its number: 4, say")
     parser.add_argument("number", nargs="?", type=int, help="of the question")
-    parser.add_argument("answer", nargs="*", default=[])
+    parser.add_argument("answer", nargs="*", default=[], help="b, say, or what the question asks for")
     args = parser.parse_args(argv)
     print(answer(args.chapter, args.number, " ".join(args.answer)) if args.number else quiz(args.chapter))
     return 0
@@ -134,10 +143,15 @@ def grade_command(argv: list[str]) -> int:
             names = ", ".join(missing[:20]) + (", …" if len(missing) > 20 else "")
             told = f"No chNN_*.py file of these exercises directly in {len(missing)} of the folders: {names}"
             print(told, file=sys.stderr)
-        print(f"{count} rows graded into {output}")
+        near = misnamed(Path(args.students), tuple(args.exercises))
+        for told in near[:20] + ([f"… and {len(near) - 20} more of this kind"] if len(near) > 20 else []):
+            print(told, file=sys.stderr)
+        print(f"{count} rows graded into {output} (seed {args.seed})\n\n{totals(read_rows(output))}")
         return 0
     result = grade(*args.exercises, answers=args.answers, seed=args.seed, chain=args.chain, junit=args.junit)
     table = result.pop("table")
+    for told in result["missing"]:
+        print(f"{told} Its exercises count as TODO.", file=sys.stderr)
     print(json.dumps(result, indent=1) if args.json else table)
     return 0
 

@@ -10,7 +10,8 @@ import copy
 import linecache
 import numbers
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from random import Random
 from types import TracebackType
@@ -48,6 +49,10 @@ class TimeUp(BaseException):
     """The test's time is over. Not an Exception, so that an answer's own `except Exception` cannot hold it up."""
 
 
+class NotTried(TimeUp):
+    """A test that is not run, since others of its exercise have run into their time limits."""
+
+
 def clip(text: str, width: int) -> str:
     """One line of at most `width` characters."""
     flat = " ".join(text.split())
@@ -56,13 +61,22 @@ def clip(text: str, width: int) -> str:
 
 def show(value: Any, width: int = 200) -> str:
     """A value as a failure shows it: small ones whole, of a tensor its shape, type and (few) numbers."""
+    if isinstance(value, (list, tuple)) and holds_tensor(value):
+        return clip(f"[{', '.join(show(item, width) for item in value)}]", width)
     if is_tensor(value):
         head = f"tensor {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        return clip(f"{head} {value.tolist()}" if value.numel() <= 24 else head, width)
+        return clip(f"{head} {_short(value.tolist())}" if value.numel() <= 24 else head, width)
     try:
         return clip(repr(value), width)
     except Exception as error:
-        return f"<a {type(value).__name__} whose repr raises {type(error).__name__}>"
+        return f"<{type_of(value)} whose repr raises {type(error).__name__}>"
+
+
+def _short(numbers: Any) -> Any:
+    """Numbers of a tensor with six digits: more say nothing, and take the place of those behind them."""
+    if isinstance(numbers, list):
+        return [_short(number) for number in numbers]
+    return float(f"{numbers:.6g}") if isinstance(numbers, float) else numbers
 
 
 def is_tensor(value: Any) -> bool:
@@ -71,50 +85,94 @@ def is_tensor(value: Any) -> bool:
 
 
 def difference(got: Any, expected: Any, tolerance: float | None = None) -> str | None:
-    """None where `got` is as good as `expected`; else what differs.
+    """None where `got` is as good as `expected`; else what differs: "[2, 0]: got 3.5, expected 3; 1 of 12 differ".
 
     Numbers must be numbers (a bool is none, and an int is not a float), lists and tuples may stand for each other,
-    tensors must agree in shape, dtype and, within `tolerance`, in values.
+    tensors must agree in shape, dtype and, within `tolerance`, in values. "": there is nothing to say but the values.
     """
+    found = _compare(got, expected, tolerance)
+    return None if found is None else ": ".join(filter(None, found))
+
+
+def type_of(value: Any) -> str:
+    """ "an int", "a list": the type of a value with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or a list or tuple with one in it."""
+    return is_tensor(value) or (isinstance(value, (list, tuple)) and any(map(holds_tensor, value)))
+
+
+def _compare(got: Any, expected: Any, tolerance: float | None) -> tuple[str, str] | None:
+    """The first place that differs, as an index ("[2]", "" for the value itself), and what is wrong there."""
     if is_tensor(expected):
-        return _tensor_difference(got, expected, tolerance)
-    if isinstance(expected, bool) or expected is None:
-        return None if got is expected else ""
-    if isinstance(expected, int):
-        right_type = isinstance(got, numbers.Integral) and not isinstance(got, bool)
-        return (None if got == expected else "") if right_type else f"a {type(got).__name__}, not an int"
-    if isinstance(expected, float):
-        if isinstance(got, bool) or not isinstance(got, numbers.Real):
-            return f"a {type(got).__name__}, not a number"
-        return None if abs(float(got) - expected) <= (tolerance or 0.0) or got == expected else ""
+        return _compare_tensors(got, expected, tolerance)
+    if type(expected).__name__ == "ndarray":
+        if type(got) is not type(expected):
+            return "", f"{type_of(got)}, not a numpy array"
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            return "", f"{got.dtype} {list(got.shape)}, not {expected.dtype} {list(expected.shape)}"
+        return _compare(got.tolist(), expected.tolist(), tolerance)
+    wrong_type = _wrong_type(got, expected)
+    if wrong_type:
+        return "", f"{type_of(got)}, not {wrong_type}"
     if isinstance(expected, (list, tuple)):
-        if not isinstance(got, (list, tuple)):
-            return f"a {type(got).__name__}, not a list"
-        if len(got) != len(expected):
-            return f"{len(got)} items, not {len(expected)}"
-        pairs = enumerate(zip(got, expected, strict=True))
-        return next((f"item {i}" for i, (g, e) in pairs if difference(g, e, tolerance) is not None), None)
+        return _compare_items(got, expected, range(min(len(got), len(expected))), tolerance)
     if isinstance(expected, Mapping):
-        if not isinstance(got, Mapping) or set(got) != set(expected):
-            return "other keys"
-        return next((f"key {k!r}" for k in expected if difference(got[k], expected[k], tolerance) is not None), None)
-    return None if got == expected else ""
+        if set(got) != set(expected):
+            return "", "other keys"
+        return _compare_items(got, expected, expected, tolerance)
+    if isinstance(expected, float) and abs(float(got) - expected) <= (tolerance or 0.0):
+        return None
+    same = got is expected if isinstance(expected, bool) or expected is None else got == expected
+    return None if same else ("", "")
 
 
-def _tensor_difference(got: Any, expected: Any, tolerance: float | None) -> str | None:
+def _wrong_type(got: Any, expected: Any) -> str:
+    """What `got` should have been, where its type is a wrong one; else ""."""
+    if isinstance(expected, bool) or expected is None:
+        return ""
+    if isinstance(expected, int):
+        return "" if isinstance(got, numbers.Integral) and not isinstance(got, bool) else "an int"
+    if isinstance(expected, float):
+        return "" if isinstance(got, numbers.Real) and not isinstance(got, bool) else "a number"
+    if isinstance(expected, (list, tuple)):
+        return "" if isinstance(got, (list, tuple)) else "a list"
+    return "a dict" if isinstance(expected, Mapping) and not isinstance(got, Mapping) else ""
+
+
+def _compare_items(got: Any, expected: Any, keys: Iterable[Any], tolerance: float | None) -> tuple[str, str] | None:
+    """The same for what stands under `keys` of two lists or dicts."""
+    wrong = [(key, found) for key in keys if (found := _compare(got[key], expected[key], tolerance)) is not None]
+    length = "" if len(got) == len(expected) else f"{len(got)} items, not {len(expected)}"
+    if not wrong:
+        return ("", length) if length else None
+    key, (place, what) = wrong[0]
+    if not what:
+        what = f"got {show(got[key], 60)}, expected {show(expected[key], 60)}"
+        what += f"; {length}" if length else f"; {len(wrong)} of {len(expected)} differ"
+    return f"[{key!r}]{place}", what
+
+
+def _compare_tensors(got: Any, expected: Any, tolerance: float | None) -> tuple[str, str] | None:
     torch = sys.modules["torch"]
     if not is_tensor(got):
-        return f"a {type(got).__name__}, not a tensor"
+        return "", f"{type_of(got)}, not a tensor"
     if got.shape != expected.shape:
-        return f"shape {list(got.shape)}, not {list(expected.shape)}"
+        return "", f"shape {list(got.shape)}, not {list(expected.shape)}"
     if got.dtype != expected.dtype:
-        return f"dtype {got.dtype}, not {expected.dtype}"
-    if torch.allclose(got.detach().double(), expected.double(), rtol=0.0, atol=tolerance or 0.0, equal_nan=True):
+        return "", f"dtype {got.dtype}, not {expected.dtype}"
+    mine, right = got.detach().double(), expected.detach().double()
+    wrong = torch.isclose(mine, right, rtol=0.0, atol=tolerance or 0.0, equal_nan=True).logical_not()
+    if not wrong.any():
         return None
-    wrong = ((got.detach().double() - expected.double()).abs() <= (tolerance or 0.0)).logical_not()
     index = tuple(wrong.nonzero()[0].tolist())
-    at = f"{list(index)}: {got[index].item():.6g}, not {expected[index].item():.6g}"
-    return f"at {at} ({int(wrong.sum())} of {wrong.numel()} differ)"
+    one, other = mine[index].item(), right[index].item()
+    digits = next(digits for digits in (6, 9, 17) if digits == 17 or f"{one:.{digits}g}" != f"{other:.{digits}g}")
+    values = f"got {one:.{digits}g}, expected {other:.{digits}g}"
+    return str(list(index)) if index else "", f"{values}; {int(wrong.sum())} of {wrong.numel()} differ"
 
 
 class Answer:
@@ -138,6 +196,13 @@ class Answer:
     def note(self, text: str) -> None:
         """Add a line to the story."""
         self.story.append(clip(text, WIDTH))
+
+    @contextmanager
+    def about(self, rule: str) -> Iterator[None]:
+        """The rule of what is done inside, in place of the test's own (its docstring's first sentence)."""
+        before, self.rule = self.rule, rule
+        yield
+        self.rule = before  # not after an error: it is judged by the rule that it broke
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
         """Call an object of the exercise. The call is recorded, and the arguments must come out unchanged."""
@@ -169,13 +234,21 @@ class Answer:
         """`value` behind a proxy that records the calls of its methods."""
         return Watched(self, label, value)
 
-    def equal(self, got: Any, expected: Any, rule: str | None = None, tolerance: float | None = None) -> None:
-        """Reject the answer unless `got` is as good as `expected` (see `difference`)."""
-        found = difference(got, expected, tolerance)
-        if found is not None:
-            # Large values are not dumped: there the place where they differ says more.
-            long = found and (is_tensor(got) or len(show(got)) > 90)
-            self.reject(f"{show(got, 90)}  ({found})" if long else _with_reason(got, found), show(expected, 180), rule)
+    def equal(
+        self, got: Any, expected: Any, rule: str | None = None, tolerance: float | None = None, name: str = ""
+    ) -> None:
+        """Reject the answer unless `got` is as good as `expected` (see `difference`).
+
+        name: what the learner calls the value, shown before the place that differs ("k_cache[1, 2, 0, 0]").
+        """
+        found = _compare(got, expected, tolerance)
+        if found is None:
+            return
+        place, what = found
+        # Where a value is too large to be shown whole, the place where it differs says more. A type may not be seen.
+        tell = what and (holds_tensor(got) or len(show(got)) > 90 or ", not a" in what)
+        where = ": ".join(filter(None, (name + place, what)))
+        self.reject(f"{show(got, 90)} ({where})" if tell else show(got, 180), show(expected, 180), rule)
 
     def require(self, holds: bool, got: Any, expected: str, rule: str | None = None) -> None:
         """Reject the answer unless `holds`; `got` is what was seen, `expected` says what would be right."""
@@ -194,10 +267,6 @@ class Answer:
 
     def reject(self, got: str, expected: str, rule: str | None = None) -> NoReturn:
         raise Rejected(self.story, got, expected, rule or self.rule) from None
-
-
-def _with_reason(got: Any, found: str) -> str:
-    return f"{show(got)}  ({found})" if found.startswith("a ") else show(got, 180)
 
 
 class Watched:

@@ -13,20 +13,26 @@ LAST_LEVEL = 4
 
 def hint(exercise: str | float, level: int | None = None) -> Shown:
     """The next hint (or the hint of that level, 1 to 4). The first answers the test that failed in your last check.
+    Hint 1 by its number does not count as taken: the notebooks show it.
 
     1 the rule that is broken · 2 where to look · 3 the steps in words · 4 the answer with its reasons.
     """
     workbook = Workbook.find()
     found = workbook.exercise(exercise)
     known = state.load(workbook).get(found.id, {})
-    level = min(known.get("hint", 0) + 1, LAST_LEVEL) if level is None else int(level)
+    had, counts = known.get("hint", 0), level != 1  # hint 1 by its number is what the pages' own cells show
+    level = min(had + 1, LAST_LEVEL) if level is None else int(level)
     if not 1 <= level <= LAST_LEVEL:
         raise WorkbookError(f"hints have the levels 1 to {LAST_LEVEL}, got {level}")
-    kept = state.remember(workbook, found.id, hint=max(level, known.get("hint", 0)))
+    had = max(had, level) if counts else had
+    kept = had >= level and state.remember(workbook, found.id, hint=had)
     lines = [f"exercise {found.id} {found.title}: hint {level} of {LAST_LEVEL}"]
     failed = known.get("failed_test") if known.get("state") == FAILED else None
     if failed:
-        lines += [f"Your last check failed at: {failed.replace('__', ': ').replace('_', ' ')}", known.get("rule") or ""]
+        lines += [
+            f"Your last check failed at: {failed.replace('__', ': ').replace('_', ' ')}",
+            wrapped(known.get("rule") or ""),
+        ]
         lines += [wrapped(found.replies[failed])] if failed in found.replies else []
     lines += ["", *map(wrapped, found.hints[level - 1].splitlines())]
     if level == LAST_LEVEL:

@@ -17,6 +17,7 @@ from nanovllm.workbook.catalogue import LAYERS, Exercise, Workbook
 PASSED, TODO, FAILED, NOT_RUN = "passed", "todo", "failed", "not run here"
 MARKS = {PASSED: "✓", TODO: "·", FAILED: "✗", NOT_RUN: "–"}
 LABELS = {PASSED: "passed", TODO: "TODO", FAILED: "failed", NOT_RUN: "not run here"}
+LOADS = "The file must load."
 WIDTH = 100  # columns of a paragraph
 
 
@@ -90,6 +91,23 @@ class ExerciseResult:
         return cls(exercise.id, exercise.title, ordered)
 
 
+def load_error(result: ExerciseResult) -> str:
+    """Why the file of an exercise does not load; "" where it does. It is the same for all exercises of the file."""
+    rule = result.first_failure.rule if result.first_failure else ""
+    return rule if rule.startswith(LOADS.removesuffix(".") + ":") else ""
+
+
+def _remarks(results: list[ExerciseResult]) -> list[str]:
+    """What stands behind the points of each of a chapter's exercises. That their file does not load is told once."""
+    told: set[str] = set()
+    remarks = []
+    for result in results:
+        error = load_error(result)
+        remarks.append("The file does not load: see above." if error in told else error or _remark(result))
+        told.update([error] if error else [])
+    return remarks
+
+
 def _remark(result: ExerciseResult) -> str:
     """What stands behind an exercise's points: the rule that broke, or why nothing ran."""
     if failure := result.first_failure:
@@ -108,12 +126,12 @@ def table_text(workbook: Workbook, results: Iterable[ExerciseResult], target: st
         if not rows:
             continue
         lines.append(f"chapter {chapter.number}: {chapter.title}   (target: {target})")
-        for row in rows:
+        for row, remark in zip(rows, _remarks(rows), strict=True):
             passed = sum(test.state == PASSED for test in row.tests)
             tests = f"{passed}/{len(row.tests)}"
             head = f"  {row.exercise_id:<4} {row.title[:40]:<40}  {MARKS[row.state]} {LABELS[row.state]:<12}"
             lines.append(f"{head}{tests:>6} tests  {row.points:>2}/{row.total_points} points")
-            if remark := _remark(row):
+            if remark:
                 lines.append(wrapped(remark, " " * 7, " " * 7))
         lines.append(f"  points: {sum(row.points for row in rows)} of {sum(row.total_points for row in rows)}")
     return "\n".join(lines)
@@ -127,7 +145,7 @@ def table_html(workbook: Workbook, results: Iterable[ExerciseResult], target: st
         rows = [by_id[exercise.id] for exercise in chapter.exercises if exercise.id in by_id]
         if not rows:
             continue
-        body = "".join(_row_html(row) for row in rows)
+        body = "".join(map(_row_html, rows, _remarks(rows)))
         points, total = sum(row.points for row in rows), sum(row.total_points for row in rows)
         parts.append(
             f'<table style="text-align:left"><caption style="text-align:left;font-weight:700;white-space:nowrap">'
@@ -137,7 +155,7 @@ def table_html(workbook: Workbook, results: Iterable[ExerciseResult], target: st
     return "".join(parts)
 
 
-def _row_html(row: ExerciseResult) -> str:
+def _row_html(row: ExerciseResult, remark: str) -> str:
     passed = sum(test.state == PASSED for test in row.tests)
     cells = (
         row.exercise_id,
@@ -145,7 +163,7 @@ def _row_html(row: ExerciseResult) -> str:
         f"{MARKS[row.state]} {LABELS[row.state]}",
         f"{passed}/{len(row.tests)} tests",
         f"{row.points}/{row.total_points} points",
-        _remark(row),
+        remark,
     )
     return "<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in cells) + "</tr>"
 

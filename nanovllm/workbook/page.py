@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from html import escape
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -91,21 +92,59 @@ class Prediction:
         mine = self.my_answer
         if mine is None:
             return ""
-        if isinstance(mine, str) and isinstance(actual, str):
-            return "Right." if mine.strip().lower() == actual.strip().lower() else "Not this time: find out why below."
-        if mine == actual:
+        if self.options:
+            return self.no_option() or self._right(self.option(mine) == self.option(actual) is not None)
+        guess, truth = number_in(mine), number_in(actual)
+        if truth is None:
+            return self._right(plain(mine) == plain(actual))
+        if guess is None:
+            return "The answer is a number: write one next time."
+        if guess == truth:
             return "Spot on."
-        if isinstance(mine, NUMBERS) and isinstance(actual, NUMBERS) and abs(mine - actual) <= CLOSE * abs(actual):
-            return "Close."
-        return "Not this time: find out why below."
+        return "Close." if abs(guess - truth) <= CLOSE * abs(truth) else self._right(False)
+
+    def option(self, answer: Any) -> str | None:
+        """The letter of the option that an answer means, by its letter or by its text; None if it means none."""
+        wanted, number = plain(answer), number_in(answer)
+        for letter in self.options:
+            if wanted.rstrip(")") == letter:
+                return letter
+        for letter, text in self.options.items():
+            same_number = number is not None and number == number_in(text)
+            if wanted in (plain(text), plain(f"{letter}) {text}")) or same_number:
+                return letter
+        return None
+
+    def no_option(self) -> str:
+        """What to say about a guess that is none of the options; "" where it is one, and where nothing is to choose."""
+        if not self.options or self.my_answer is None or self.option(self.my_answer) is not None:
+            return ""
+        *others, last = self.options
+        return f"{str(self.my_answer)[:40]!r} is none of the options: {', '.join(others)} or {last}."
+
+    def _right(self, right: bool) -> str:
+        return "Right." if right else "Not this time: find out why below."
 
     def _words(self, answer: Any) -> str:
-        if isinstance(answer, str) and answer.strip().lower() in self.options:
-            letter = answer.strip().lower()
+        if (letter := self.option(answer)) is not None:
             return f"{letter}) {self.options[letter]}"
         if isinstance(answer, int) and not isinstance(answer, bool):
             return f"{answer:,}"
         return f"{answer:.3g}" if isinstance(answer, float) else str(answer)
+
+
+def plain(answer: Any) -> str:
+    """An answer's text without what does not count: case and blanks."""
+    return "".join(str(answer).lower().split())
+
+
+def number_in(answer: Any) -> float | None:
+    """The number that an answer is, or that it spells ("16", "4,096"); None if it is none."""
+    if isinstance(answer, Real):
+        return None if isinstance(answer, bool) else float(answer)
+    text = re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", plain(answer))
+    is_number = isinstance(answer, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text)
+    return float(text) if is_number else None
 
 
 def predict(question: str, my_answer: Any = None, **options: str) -> Prediction:
@@ -113,11 +152,11 @@ def predict(question: str, my_answer: Any = None, **options: str) -> Prediction:
 
     Shows the question at once, and returns the prediction: call its `compare(actual)` behind the cell that finds out.
     """
+    prediction = Prediction(question, my_answer, options)
     lines = [f"{letter}) {text}" for letter, text in options.items()]
     how = "Put your answer in the place of None and run this cell again. Or go on and be surprised."
     if my_answer is not None:
-        how = "Noted. Now run on."
-    prediction = Prediction(question, my_answer, options)
+        how = prediction.no_option() or "Noted. Now run on."
     body = "".join(f"{escape(line)}<br>" for line in (question, *lines)) + f"<em>{escape(how)}</em>"
     _show(Shown("text/html", card("Predict, then run", body), "\n".join((question, *lines, how))))
     return prediction

@@ -9,10 +9,14 @@ from typing import Any
 
 from nanovllm.engine.parts import Parts, activate, active_parts
 from nanovllm.errors import RankError
+from nanovllm.workbook import state
 from nanovllm.workbook.catalogue import TARGETS, Exercise, Workbook, WorkbookError
 from nanovllm.workbook.grading import clip, learner_frame
-from nanovllm.workbook.outcomes import Shown
+from nanovllm.workbook.outcomes import FAILED, NOT_RUN, PASSED, Shown
 from nanovllm.workbook.sources import is_todo, read_source
+
+LASTING = "In use in every engine that is built from now on:"
+IN_A_BLOCK = "In use in engines built inside this `with` block:"
 
 
 class Using(Shown):
@@ -23,6 +27,7 @@ class Using(Shown):
         self._before, self._folder = before, folder
 
     def __enter__(self) -> "Using":
+        super().__init__(self.text.replace(LASTING, IN_A_BLOCK))  # what it says stays true behind the block
         return self
 
     def __exit__(
@@ -53,19 +58,21 @@ def use(*exercises: str | float, target: str = "exercises") -> Using:
         return Using("The shipped engine is in use.", before, str(workbook.answers))
     replaced: dict[str, Any] = {}
     lines: list[str] = []
+    remembered = state.load(workbook)
     for exercise in workbook.select(*exercises):
         seams, reason = plugged(workbook, exercise, target)
         replaced |= seams
         where = workbook.source(exercise, target).name if target != "engine" else "the engine"
+        remark = last_check(remembered.get(exercise.id, {})) if target == "exercises" else ""
         lines.append(f"{exercise.id} {exercise.title}: {reason or ', '.join(exercise.seams.values())}"
-                     + ("" if reason else f"  ({target}/{where})"))  # fmt: skip
+                     + ("" if reason else f"  ({target}/{where}){remark}"))  # fmt: skip
     if target == "engine":  # back to the shipped part, where something else was in use
         kept = {seam: part for seam, part in before.replacements.items() if seam not in replaced}
         activate(Parts(kept))
     else:
         activate(before.merged(Parts(replaced)))
     tell_errors_in_notebooks()
-    head = "In use in every engine that is built from now on:" if replaced else "Nothing to plug in yet:"
+    head = LASTING if replaced else "Nothing to plug in yet:"
     return Using("\n".join([head, *(f"  {line}" for line in lines)]), before, str(workbook.answers))
 
 
@@ -79,6 +86,13 @@ def plugged(workbook: Workbook, exercise: Exercise, target: str) -> tuple[dict[s
     if is_todo(read_source(path), exercise.id):
         return {}, "TODO, the shipped part stays"
     return {exercise.seams[name]: spec for name, spec in workbook.specs(exercise, target).items()}, ""
+
+
+def last_check(known: dict[str, Any]) -> str:
+    """A warning where an answer that is plugged in is not known to be right: it gives wrong tokens without an error."""
+    if known.get("state") == FAILED:
+        return "  (its last check failed)"
+    return "" if known.get("state") in (PASSED, NOT_RUN) else "  (not checked yet)"
 
 
 def explain(error: BaseException) -> str | None:

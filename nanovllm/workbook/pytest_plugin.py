@@ -15,6 +15,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -24,7 +25,7 @@ from typing import Any
 import pytest
 
 from nanovllm.workbook.catalogue import TARGETS, Exercise, Workbook, WorkbookError
-from nanovllm.workbook.grading import Answer, TimeUp, load_answer, preload
+from nanovllm.workbook.grading import Answer, NotTried, TimeUp, load_answer, preload
 from nanovllm.workbook.outcomes import FAILED, NOT_RUN, TODO, ExerciseResult, TestResult, table_text
 from nanovllm.workbook.runner import judge, rule_of, time_limit
 
@@ -32,6 +33,7 @@ CHAPTER_FOLDER = re.compile(r"ch\d\d")
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # on Linux, and on Windows with WSL
 GRADER_FILE = re.compile(r"test_ex(\d+)_(\d+)_\w+\.py$")
 SESSION: pytest.StashKey["GradingSession"] = pytest.StashKey()
+LOOPS = 3  # tests of an exercise that may run into their time limits before no more are run
 RESULT: pytest.StashKey[TestResult] = pytest.StashKey()
 ANSWER: pytest.StashKey[Answer] = pytest.StashKey()
 
@@ -49,7 +51,7 @@ class GradingSession:
         self.seed: int = option.grade_seed
         self.selected = {exercise.id for exercise in self.workbook.select(*(option.ex or ()), *(option.ch or ()))}
         self.results: dict[str, ExerciseResult] = {}
-        self.looping: set[str] = set()  # exercises of which a test ran into its time limit
+        self.looping: Counter[str] = Counter()  # exercise -> how many of its tests ran into their time limits
 
     def exercise_of(self, path: Path) -> Exercise | None:
         """The exercise that a test file grades; None for any other file."""
@@ -59,8 +61,13 @@ class GradingSession:
         return self.workbook.exercise(f"{match[1]}.{match[2]}")
 
     def seconds(self, exercise: Exercise) -> float:
-        """The time limit of the next test: short once a test of the same exercise has run into it."""
-        return min(1.0, exercise.timeout) if exercise.id in self.looping else exercise.timeout
+        """The time limit of the next test: short once a test of the same exercise has run into it.
+
+        Raises NotTried once several have: a loop without end would take half a minute, for nothing new.
+        """
+        if self.looping[exercise.id] >= LOOPS:
+            raise NotTried(f"not run: {LOOPS} tests of this exercise were still running at their limits")
+        return min(1.0, exercise.timeout) if self.looping[exercise.id] else exercise.timeout
 
     def add(self, exercise: Exercise, result: TestResult) -> None:
         self.results.setdefault(exercise.id, ExerciseResult.empty(exercise)).tests.append(result)
@@ -127,11 +134,14 @@ def answer(request: pytest.FixtureRequest) -> Answer:
     if exercise is None:
         raise pytest.UsageError("the fixture `answer` is for files tests/chNN/test_exN_M_name.py")
     preload(session.workbook, exercise, session.target)
-    with judged(request.node, session, exercise), time_limit(session.seconds(exercise)):
-        loaded = load_answer(session.workbook, exercise, session.target, session.chain, session.seed)
-        loaded.rule = rule_of(request.function)
-        request.node.stash[ANSWER] = loaded
-        return loaded
+    try:
+        with judged(request.node, session, exercise), time_limit(session.seconds(exercise)):
+            loaded = load_answer(session.workbook, exercise, session.target, session.chain, session.seed)
+            loaded.rule = rule_of(request.function)
+            request.node.stash[ANSWER] = loaded
+            return loaded
+    except (TimeUp, SystemExit) as error:  # it is judged; pytest itself could not set up the next test after one
+        raise RuntimeError(str(error)) from None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -155,7 +165,7 @@ def judged(item: pytest.Item, session: GradingSession, exercise: Exercise) -> It
     except BaseException as error:
         caught = error
         if isinstance(error, TimeUp):
-            session.looping.add(exercise.id)
+            session.looping[exercise.id] += 1
         raise
     finally:
         seconds, loaded = time.perf_counter() - start, item.stash.get(ANSWER, None)

@@ -17,8 +17,8 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from nanovllm.workbook.catalogue import Exercise, ExerciseTodo, Workbook
-from nanovllm.workbook.grading import Answer, NotRunHere, Rejected, TimeUp, clip, describe_error, preload
-from nanovllm.workbook.outcomes import FAILED, NOT_RUN, PASSED, TODO, ExerciseResult, TestResult
+from nanovllm.workbook.grading import Answer, NotRunHere, NotTried, Rejected, TimeUp, clip, describe_error, preload
+from nanovllm.workbook.outcomes import FAILED, LOADS, NOT_RUN, PASSED, TODO, ExerciseResult, TestResult
 
 PATIENCE = 4  # times the limit, on the clock, for code that waits
 WAITING = 0.05  # of the time on a processor: a computation gets more than that, however busy the machine is
@@ -68,15 +68,21 @@ def judge(error: BaseException | None, answer: Answer | None, exercise: Exercise
         return TestResult(name, TODO, seconds, str(error), rule)
     if isinstance(error, NotRunHere):
         return TestResult(name, NOT_RUN, seconds, str(error), rule)
+    happened = ""
     if not isinstance(error, Rejected):
         story = answer.story if answer else [f"loading {exercise.file}"]
-        got = str(error) if isinstance(error, TimeUp) else describe_error(error, workbook)
-        expected = "an answer" if isinstance(error, TimeUp) else "no error"
-        error = Rejected(story, got, expected, (answer.rule or rule) if answer else "The file must load.")
+        broken = (answer.rule or rule) if answer else LOADS
+        if isinstance(error, TimeUp):
+            happened, got, expected = f"{error}: ", str(error), "an answer"
+            broken = rule if isinstance(error, NotTried) else broken
+        else:
+            said = clip(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, 80)
+            happened, got, expected = f"{said}. ", describe_error(error, workbook), "no error"
+        error = Rejected(story, got, expected, broken)
     head = f"exercise {exercise.id} {exercise.title}: {name.replace('__', ': ').replace('_', ' ')}"
     lines = [clip(head, 110), *error.lines(), f'next      hint("{exercise.id}") or: nanovllm hint {exercise.id}']
-    # Where only the rule is told (the table, a class's CSV), it says why the file does not load.
-    told = error.rule if answer else f"{error.rule.removesuffix('.')}: {error.got}"
+    # Where only the rule is told (the table, a class's CSV), it says what happened: an error, an end that never came.
+    told = happened + error.rule if answer else f"{error.rule.removesuffix('.')}: {error.got}"
     return TestResult(name, FAILED, seconds, "\n".join(lines), told)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.errors import MAX_INTEGER, ConfigError
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 
 MODEL = SimpleNamespace(max_position_embeddings=1 << 20)
 
@@ -78,19 +78,21 @@ def works(answer: Answer, size: int, backend: str) -> None:
 
 
 def test_contract__a_plain_int(answer: Answer) -> None:
-    """The value comes back as a plain int, and the arguments stay as they are."""
+    """An integer of any type (numpy's, an IntEnum) is one, and comes back as a plain int."""
     for value in (8, np.int64(8), np.uint8(8), Whole(8), Sizes.EIGHT):
         answer.story.clear()
         got = answer.call("check_integer", "max_num_seqs", value, 1)
-        answer.require(type(got) is int, f"{got!r}, a {type(got).__name__}", "a plain int")
-        answer.equal(got, 8)
-    answer.equal(answer.call("check_integer", "eos", -1), -1, "Without at_least there is no limit below.")
-    answer.equal(answer.call("check_integer", "eos", -1, at_least=None), -1)
+        answer.require(type(got) is int, f"{got!r}, {type_of(got)}", "a plain int")
+        answer.equal(got, 8, "The value itself comes back.")
+    with answer.about("Without at_least there is no limit below."):
+        answer.equal(answer.call("check_integer", "eos", -1), -1)
+        answer.equal(answer.call("check_integer", "eos", -1, at_least=None), -1)
 
 
 def test_contract__check_block_size_returns_nothing(answer: Answer) -> None:
     """check_block_size returns None and changes no option."""
-    config = build(answer, kvcache_block_size=512)
+    with answer.about("512 is a multiple of 256, which every backend can do."):
+        config = build(answer, kvcache_block_size=512)
     answer.equal(config.check_block_size(), None)
     answer.equal((config.kvcache_block_size, config.attention_backend), (512, "auto"))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 
 Step = tuple[list[tuple[int, list[int]]], int]
 
@@ -56,9 +56,10 @@ def run(answer: Answer, seq_ids: list[int], steps: list[Step], seconds: list[flo
 def test_contract__a_list_of_lists(answer: Answer) -> None:
     """It returns a list with the token ids of each request, and starts anew when it is called again."""
     steps: list[Step] = [([], 4), ([(3, [9, 8])], -1)]
-    got, _ = run(answer, [3], steps)
-    answer.require(isinstance(got, list), f"a {type(got).__name__}", "a list")
-    answer.equal(got, [[9, 8]])
+    with answer.about("Steps are made until the engine is done, and what each of them has finished is kept."):
+        got, _ = run(answer, [3], steps)
+    answer.require(isinstance(got, list), type_of(got), "a list")
+    answer.equal(got, [[9, 8]], "A request's result is the list of its token ids, without its number.")
     got, _ = run(answer, [4], [([(4, [1])], 2)])
     answer.equal(got, [[1]], "A second call knows nothing of the first.")
 

@@ -58,9 +58,12 @@ def everything(scheduler: Any, seq: Sequence) -> tuple[Any, ...]:
 
 def test_contract__a_finish_reason_or_none(answer: Answer) -> None:
     """It returns a FinishReason or None."""
-    answer.equal(reason(answer, [5]), None)
+    got, rule = reason(answer, [5]), "A token that is no end token, and more may follow: there is no reason to stop."
+    answer.require(not isinstance(got, FinishReason), got, "None", rule)
+    answer.equal(got, None)
     for generated, max_tokens in (([5], 1), ([0], 9)):
-        got = reason(answer, generated, max_tokens=max_tokens)
+        got, rule = reason(answer, generated, max_tokens=max_tokens), "It ends at an end token, and at max_tokens."
+        answer.require(got is not None, got, "FinishReason.STOP or FinishReason.LENGTH", rule)
         answer.require(isinstance(got, FinishReason), got, "FinishReason.STOP or FinishReason.LENGTH")
 
 

@@ -62,8 +62,10 @@ def streamed(answer: Answer, tokenizer: Any, token_ids: list[int]) -> list[str]:
 def test_contract__pieces_of_text(answer: Answer) -> None:
     """push returns a str, and two streams know nothing of each other."""
     one, two = start(answer, Bytes()), answer.parts.resolve(TextPieces)(Bytes())
-    answer.equal([push(answer, one, [97]), push(answer, two, [120]), push(answer, one, [97, 98])], ["a", "x", "b"])
-    answer.equal([push(answer, one, [97, 98], True), push(answer, two, [120, 121], True)], ["", "y"])
+    got = [push(answer, one, [97]), push(answer, two, [120]), push(answer, one, [97, 98])]
+    answer.equal(got, ["a", "x", "b"], "Each call hands out what is new in its own stream, as soon as it is complete.")
+    got = [push(answer, one, [97, 98], True), push(answer, two, [120, 121], True)]
+    answer.equal(got, ["", "y"], "The last call hands out what its own stream has left, and nothing twice.")
 
 
 def test_example__cafe(answer: Answer) -> None:

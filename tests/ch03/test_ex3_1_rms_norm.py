@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 
 CLOSE = 1e-5  # a few roundings of float32 on values around 1
 
@@ -37,7 +37,7 @@ def test_contract__what_comes_back(answer: Answer) -> None:
     before = x.clone(), residual.clone()
     answer.require(isinstance(norm.forward(x), torch.Tensor), norm.forward(x), "a tensor")
     pair = norm.forward(x, residual)
-    answer.require(isinstance(pair, tuple) and len(pair) == 2, f"a {type(pair).__name__}", "a tuple of two tensors")
+    answer.require(isinstance(pair, tuple) and len(pair) == 2, type_of(pair), "a tuple of two tensors")
     answer.equal((x, residual), before, "It may not change its inputs.")
     answer.equal(norm.raw.weight.data, torch.tensor([1.0, 2.0, 0.5]), "It may not change the weight.")
     answer.equal(norm.forward(x), norm.forward(x), "Asked again, it answers the same.")
@@ -68,7 +68,8 @@ def test_oracle__the_residual_is_added_first(answer: Answer) -> None:
         rows = [by_hand(row, weight, eps) for row in (x + residual).reshape(-1, shape[-1]).tolist()]
         normed, total = norm.forward(x, residual)
         answer.equal(normed, torch.tensor(rows).reshape(shape), tolerance=CLOSE)
-        answer.equal(total, x + residual, tolerance=CLOSE)
+        rule = "The second value is the sum of both, as it is: the next layer's residual."
+        answer.equal(total, x + residual, rule, tolerance=CLOSE)
 
 
 def test_oracle__one_norm_for_many_steps(answer: Answer) -> None:
@@ -130,5 +131,5 @@ def test_boundary__a_zero_residual_is_a_residual(answer: Answer) -> None:
     """A residual of zeros is one: two values come back."""
     norm, x = make(answer, [1.0, 1.0]), torch.tensor([[3.0, 4.0]])
     pair = norm.forward(x, torch.zeros(1, 2))
-    answer.require(isinstance(pair, tuple) and len(pair) == 2, f"a {type(pair).__name__}", "a tuple of two tensors")
+    answer.require(isinstance(pair, tuple) and len(pair) == 2, type_of(pair), "a tuple of two tensors")
     answer.equal(pair[1], x)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 
 CLOSE = 1e-4  # angles up to 200 in float32
 
@@ -43,8 +43,8 @@ def test_contract__shapes_and_inputs(answer: Answer) -> None:
     positions = torch.tensor([5, 0, 9])
     before, table = (q.clone(), k.clone(), positions.clone()), rotary.raw.cos_sin.clone()
     pair = rotary.forward(positions, q, k)
-    answer.require(isinstance(pair, tuple) and len(pair) == 2, f"a {type(pair).__name__}", "a tuple (q, k)")
-    answer.equal((list(pair[0].shape), list(pair[1].shape)), ([3, 6, 4], [3, 2, 4]))
+    answer.require(isinstance(pair, tuple) and len(pair) == 2, type_of(pair), "a tuple (q, k)")
+    answer.equal((list(pair[0].shape), list(pair[1].shape)), ([3, 6, 4], [3, 2, 4]), "q comes first, then k.")
     answer.equal((q, k, positions), before, "It may not change its inputs.")
     answer.equal(rotary.raw.cos_sin, table, "It may not change the table.")
     answer.equal(rotary.forward(positions, q, k), pair, "Asked again, it answers the same.")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 from nanovllm.worker.input_batch import InputBatchBuilder
 
 
@@ -41,8 +41,9 @@ def test_contract__a_list_of_ints_and_nothing_changed(answer: Answer) -> None:
     """It returns a list of ints and changes no sequence."""
     builder, seqs = make(answer, [(0, 3, 3), (2, 2, 4)])
     got = builder.logits_indices(seqs)
-    answer.require(isinstance(got, list), f"a {type(got).__name__}", "a list")
-    answer.equal(got, [2, 4])
+    answer.require(isinstance(got, list), type_of(got), "a list")
+    rule = "Rows 0 to 2 are the first sequence's, 3 and 4 the second's; both catch up, each in its last row."
+    answer.equal(got, [2, 4], rule)
     state = [(seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_tokens) for seq in seqs]
     answer.equal(state, [(0, 3, 3), (2, 2, 4)], "It may not change a sequence.")
     answer.equal(len(seqs), 2, "It may not change the list.")

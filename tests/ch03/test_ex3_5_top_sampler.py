@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 
 DRAWS = 1_200  # few, so that an answer that goes row by row is fast enough
 SLACK = 0.075  # more than five standard deviations of a share among DRAWS draws
@@ -62,11 +62,12 @@ def test_contract__params(answer: Answer) -> None:
     """TopParams is a SamplingParams with two more fields, which keep everything unless set."""
     answer.note("TopParams()")
     params = answer.TopParams()
-    answer.require(isinstance(params, SamplingParams), f"a {type(params).__name__}", "a subclass of SamplingParams")
+    answer.require(isinstance(params, SamplingParams), type_of(params), "a subclass of SamplingParams")
     values = (params.temperature, params.max_tokens, params.ignore_eos, params.top_k, params.top_p)
     answer.equal(values, (1.0, 64, False, 0, 1.0))
     params = answer.TopParams(temperature=0.5, max_tokens=3, top_k=7, top_p=0.25)
-    answer.equal((params.temperature, params.max_tokens, params.top_k, params.top_p), (0.5, 3, 7, 0.25))
+    answer.equal((params.temperature, params.max_tokens, params.top_k, params.top_p), (0.5, 3, 7, 0.25),
+                 "What is given for a field is what it holds.")  # fmt: skip
 
 
 def test_contract__sampler(answer: Answer) -> None:
@@ -76,7 +77,8 @@ def test_contract__sampler(answer: Answer) -> None:
     before = logits.clone(), temperatures.clone()
     rows = [answer.TopParams(top_k=2), SamplingParams(), answer.TopParams(top_p=0.5)]
     kept = [repr(row) for row in rows]
-    got = answer.TopSampler().forward(logits, temperatures, torch.Generator().manual_seed(3), True, list(rows))
+    with answer.about("A row may have plain SamplingParams, without top_k and top_p: it keeps every token."):
+        got = answer.TopSampler().forward(logits, temperatures, torch.Generator().manual_seed(3), True, list(rows))
     answer.equal((list(got.shape), got.dtype), ([3], torch.int64))
     answer.equal((logits, temperatures), before, "It may not change its inputs.")
     answer.equal([repr(row) for row in rows], kept, "It may not change the params, which are the request's.")

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.torch_backend import TorchAttention
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 
 CLOSE = 1e-4  # float32 sums over a few dozen products
 
@@ -97,7 +97,7 @@ def test_contract__shape_and_inputs(answer: Answer) -> None:
     step = Step(answer, [(3, 5), (1, 8)], heads=6, kv_heads=2)
     before = step.q.clone(), step.k_cache.clone(), step.v_cache.clone()
     got = step.got()
-    answer.require(isinstance(got, torch.Tensor), f"a {type(got).__name__}", "a tensor")
+    answer.require(isinstance(got, torch.Tensor), type_of(got), "a tensor")
     answer.equal((list(got.shape), got.dtype), ([4, 6, 3], torch.float32))
     answer.equal(step.q, before[0], "It may not change q.")
     answer.equal((step.k_cache, step.v_cache), before[1:], "It may not change the cache.")

@@ -1,14 +1,14 @@
 """Grader of exercise 4.1: how many blocks hold so many tokens."""
 
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 
 
 def test_contract__returns_an_int(answer: Answer) -> None:
     """A number of blocks is an int."""
     for num_tokens, block_size, blocks in ((7, 3, 3), (2, 8, 1), (0, 8, 0)):
         got = answer.call("blocks_needed", num_tokens, block_size)
-        answer.require(type(got) is int, f"{got!r}, a {type(got).__name__}", "an int")
-        answer.equal(got, blocks)
+        answer.require(type(got) is int, f"{got!r}, {type_of(got)}", "an int")
+        answer.equal(got, blocks, "As many blocks as it takes until every token has a place; no tokens take none.")
 
 
 def test_example__five_and_eight_in_blocks_of_four(answer: Answer) -> None:

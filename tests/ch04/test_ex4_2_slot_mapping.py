@@ -3,7 +3,7 @@
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 
 
 def make(answer: Answer, table: tuple[int, ...], block_size: int) -> Any:
@@ -28,8 +28,9 @@ def test_contract__a_list_of_ints_and_nothing_changed(answer: Answer) -> None:
     """It returns a list of ints and changes nothing in the sequence."""
     seq = make(answer, (4, 1), 3)
     got = seq.slot_mapping(0, 4)
-    answer.require(isinstance(got, list), f"a {type(got).__name__}", "a list")
-    answer.equal(got, [12, 13, 14, 3])
+    answer.require(isinstance(got, list), type_of(got), "a list")
+    rule = "Positions 0 to 2 are the three places of block 4, and position 3 is the first place of block 1: slot 3."
+    answer.equal(got, [12, 13, 14, 3], rule)
     answer.equal(seq.block_table, (4, 1))
     answer.equal(seq.num_tokens, 6)
     answer.equal(seq.slot_mapping(0, 4), [12, 13, 14, 3], "Asked again, it answers the same.")

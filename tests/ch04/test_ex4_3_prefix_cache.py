@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 from nanovllm.workbook.oracles.kv_cache import make_sequence, random_workload, whole
 
 
@@ -41,7 +41,7 @@ def test_contract__looking_changes_nothing(answer: Answer) -> None:
     before = [block.ref_count for block in pool.blocks], list(pool.free_block_ids)
     seq = make_sequence(answer, "B", [1, 2, 3, 4, 9], 4)
     found = pool.match_prefix(seq)
-    answer.require(isinstance(found, list), f"a {type(found).__name__}", "a list")
+    answer.require(isinstance(found, list), type_of(found), "a list")
     answer.equal(([block.ref_count for block in pool.blocks], list(pool.free_block_ids)), before)
     answer.equal(pool.match_prefix(seq), found, "Asked again, it answers the same.")
     state = seq.block_table, seq.num_hashed_blocks, seq.num_computed_tokens, seq.num_cached_tokens

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 from nanovllm.workbook.oracles.kv_cache import make_sequence, random_workload, whole
 
 
@@ -22,14 +22,17 @@ def test_contract__types_and_what_is_set(answer: Answer) -> None:
     """can_allocate returns a bool and only looks; allocate returns an int and makes the block table a tuple."""
     pool = setup(answer)
     seq = make_sequence(answer, "A", [1, 2, 3, 4, 5], 4)
-    answer.equal(pool.can_allocate(seq), True)
+    got = pool.can_allocate(seq)
+    answer.require(isinstance(got, bool), f"{got!r}, {type_of(got)}", "a bool")
+    answer.equal(got, True, "5 tokens need two blocks of 4, and 8 blocks are free.")
     answer.equal(pool.can_allocate(seq), True, "Asked again, it answers the same.")
     answer.equal(len(pool.free_block_ids), 8, "can_allocate takes nothing.")
     answer.equal(seq.block_table, (), "can_allocate gives nothing.")
-    answer.equal(pool.allocate(seq), 0)
-    answer.require(isinstance(seq.block_table, tuple), f"a {type(seq.block_table).__name__}", "a tuple as block_table")
-    answer.equal(seq.block_table, (0, 1))
-    answer.equal((seq.num_hashed_blocks, seq.num_computed_tokens), (0, 0))
+    answer.equal(pool.allocate(seq), 0, "It returns the number of tokens that were found in the cache, an int.")
+    answer.require(isinstance(seq.block_table, tuple), type_of(seq.block_table), "a tuple as block_table")
+    answer.equal(seq.block_table, (0, 1), "Two blocks for 5 tokens, from the front of the free queue.")
+    rule = "Nothing was found in the cache: no block counts as hashed, no token as computed."
+    answer.equal((seq.num_hashed_blocks, seq.num_computed_tokens), (0, 0), rule)
     answer.equal(seq.token_ids, [1, 2, 3, 4, 5], "The tokens stay as they are.")
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 from nanovllm.workbook.oracles.kv_cache import make_sequence, random_workload, whole
 
 
@@ -20,11 +20,13 @@ def test_contract__types(answer: Answer) -> None:
     """can_append returns a bool and changes nothing; the block table stays a tuple."""
     pool, seq = setup(answer, 4, 4, 4)
     seq.append_token(5)
-    answer.equal(pool.can_append(seq), True)
+    got = pool.can_append(seq)
+    answer.require(isinstance(got, bool), f"{got!r}, {type_of(got)}", "a bool")
+    answer.equal(got, True, "The fifth token needs a block, and 3 are free.")
     answer.equal((seq.block_table, len(pool.free_block_ids)), ((0,), 3), "can_append only looks.")
     answer.equal(pool.append(seq), None, "append returns nothing.")
-    answer.require(isinstance(seq.block_table, tuple), f"a {type(seq.block_table).__name__}", "a tuple as block_table")
-    answer.equal(pool.can_append(seq), True)
+    answer.require(isinstance(seq.block_table, tuple), type_of(seq.block_table), "a tuple as block_table")
+    answer.equal(pool.can_append(seq), True, "Now the fifth token has a slot.")
 
 
 def test_example__fifth_token(answer: Answer) -> None:

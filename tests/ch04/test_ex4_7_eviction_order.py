@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 from nanovllm.workbook.oracles.kv_cache import make_sequence, random_workload, whole
 
 
@@ -28,10 +28,10 @@ def test_contract__what_is_left_behind(answer: Answer) -> None:
     answer.note("A.num_computed_tokens = 5")
     answer.equal(pool.free(a), None, "free returns nothing.")
     answer.equal((a.block_table, a.num_hashed_blocks, a.num_computed_tokens), ((), 0, 0))
-    answer.require(type(a.block_table) is tuple, f"a {type(a.block_table).__name__}", "an empty tuple as block_table")
+    answer.require(type(a.block_table) is tuple, type_of(a.block_table), "an empty tuple as block_table")
     answer.equal(a.token_ids, [1, 2, 3, 4, 5, 6], "The tokens stay as they are.")
     front = next(iter(pool.free_block_ids))
-    answer.equal(pool.take_free_block(3), front)
+    answer.equal(pool.take_free_block(3), front, "The block at the front of the free queue is taken.")
     answer.equal((pool.blocks[front].ref_count, front in pool.free_block_ids), (1, False))
 
 

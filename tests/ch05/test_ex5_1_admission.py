@@ -37,8 +37,9 @@ def test_contract__a_list_of_those_who_got_in(answer: Answer) -> None:
     """It returns a list; who got in has left the queue, is running, holds blocks, and has tokens to compute."""
     scheduler = start(answer)
     (a,) = enqueue(answer, scheduler, A=6)
-    answer.equal(admit(answer, scheduler, 10), [("A", 6)])
-    answer.equal(queues(scheduler), (["A"], []))
+    rule = "All 6 tokens of A are planned: the budget of 10 has room for them."
+    answer.equal(admit(answer, scheduler, 10), [("A", 6)], rule)
+    answer.equal(queues(scheduler), (["A"], []), "Who got in stands in `running`, and no longer in `waiting`.")
     answer.equal((a.status, len(a.block_table), a.num_computed_tokens), (SequenceStatus.RUNNING, 2, 0))
     answer.equal(admit(answer, scheduler, 10), [], "With nobody waiting nobody gets in.")
 
@@ -48,6 +49,7 @@ def test_contract__a_list_of_its_own(answer: Answer) -> None:
     scheduler = start(answer)
     enqueue(answer, scheduler, A=3, B=2)
     first = scheduler.admit_waiting(3)
+    answer.equal(named(first), ["A"], "A's 3 tokens use up the budget of 3.")
     scheduler.admit_waiting(3)
     answer.equal(named(first), ["A"])
 

@@ -12,8 +12,8 @@ from nanovllm.workbook.oracles.scheduler import (
     enqueue,
     make_scheduler,
     named,
+    planned_rows,
     random_trial,
-    rows_of,
     run_step,
     seated,
     whole,
@@ -23,6 +23,11 @@ from nanovllm.workbook.oracles.scheduler import (
 def start(answer: Answer, **options: Any) -> Any:
     answer.story.clear()
     return make_scheduler(answer, Options(**{"max_num_batched_tokens": 100, **options}))
+
+
+def continued(answer: Answer, scheduler: Any, budget: int) -> list[tuple[str, int]]:
+    """continue_prefills(budget), and the rows that it planned."""
+    return planned_rows(answer, scheduler, scheduler.continue_prefills(budget))
 
 
 def book(answer: Answer, scheduler: Any, *rows: tuple[Named, int, int | None]) -> None:
@@ -39,10 +44,12 @@ def test_contract__what_each_of_them_returns(answer: Answer) -> None:
     """plan_chunk returns an int, continue_prefills a list, postprocess nothing; seats and queue stay as they are."""
     scheduler = start(answer)
     a = seated(answer, scheduler, "A", 10, 0)
-    answer.equal(scheduler.plan_chunk(a, 4), 4)
+    answer.equal(
+        scheduler.plan_chunk(a, 4), 4, "A chunk is what is not computed yet (10 tokens), cut to the budget (4)."
+    )
     answer.equal((a.num_scheduled_tokens, a.num_computed_tokens), (4, 0), "Planned is not computed yet.")
-    rows = rows_of(answer, scheduler.continue_prefills(6))
-    answer.equal(rows, [("A", 6)])
+    rows = continued(answer, scheduler, 6)
+    answer.equal(rows, [("A", 6)], "A's prompt is under way, with more to compute than the budget of 6.")
     answer.equal((named(scheduler.running), len(scheduler.waiting)), (["A"], 0))
     book(answer, scheduler, (a, 6, None))
     answer.equal(a.num_scheduled_tokens, 6, "num_scheduled_tokens stays as it is.")
@@ -53,6 +60,7 @@ def test_contract__a_list_of_its_own(answer: Answer) -> None:
     scheduler = start(answer)
     a = seated(answer, scheduler, "A", 10, 0)
     first = scheduler.continue_prefills(6)
+    answer.equal(named(first), ["A"], "A's prompt is under way.")
     book(answer, scheduler, (a, 10, 7))
     scheduler.continue_prefills(6)
     answer.equal(named(first), ["A"])
@@ -72,7 +80,7 @@ def test_example__two_under_way_and_one_decoding(answer: Answer) -> None:
     seated(answer, scheduler, "A", 10, 4)
     seated(answer, scheduler, "B", 5, 5)
     seated(answer, scheduler, "C", 5, 1)
-    answer.equal(rows_of(answer, scheduler.continue_prefills(8)), [("A", 6), ("C", 2)])
+    answer.equal(continued(answer, scheduler, 8), [("A", 6), ("C", 2)])
     answer.equal(named(scheduler.running), ["A", "B", "C"])
 
 
@@ -81,7 +89,8 @@ def test_example__only_the_one_that_caught_up_gets_a_token(answer: Answer) -> No
     scheduler = start(answer)
     a, b = seated(answer, scheduler, "A", 10, 4), seated(answer, scheduler, "B", 20, 0)
     book(answer, scheduler, (a, 6, 7), (b, 2, None))
-    answer.equal((a.num_tokens, a.num_computed_tokens, a.last_token), (11, 10, 7))
+    rule = "A's 10 tokens are computed now, so it gets the next one, which is not."
+    answer.equal((a.num_tokens, a.num_computed_tokens, a.last_token), (11, 10, 7), rule)
     answer.equal((b.num_tokens, b.num_computed_tokens), (20, 2))
     answer.equal((a.is_prefilling, b.is_prefilling), (False, True))
 
@@ -119,7 +128,7 @@ def test_boundary__seats_and_not_arrivals(answer: Answer) -> None:
         scheduler.raw.waiting.remove(seq)
         scheduler.raw.admit(seq)
     answer.note("B gets a seat, and then A")
-    answer.equal(rows_of(answer, scheduler.continue_prefills(10)), [("B", 7), ("A", 3)])
+    answer.equal(continued(answer, scheduler, 10), [("B", 7), ("A", 3)])
     answer.equal(named(scheduler.running), ["B", "A"], "Nobody's seat changes.")
 
 
@@ -134,12 +143,12 @@ def test_boundary__planned_blocks_can_be_found(answer: Answer) -> None:
 def test_boundary__no_budget(answer: Answer) -> None:
     """Without budget nobody is in the list, and whoever gets nothing is not either."""
     scheduler = start(answer)
-    answer.equal(rows_of(answer, scheduler.continue_prefills(5)), [], "Nobody has a seat.")
+    answer.equal(continued(answer, scheduler, 5), [], "Nobody has a seat.")
     for name, size in (("A", 6), ("B", 4), ("C", 9)):
         seated(answer, scheduler, name, size, 1)
-    answer.equal(rows_of(answer, scheduler.continue_prefills(0)), [])
-    answer.equal(rows_of(answer, scheduler.continue_prefills(5)), [("A", 5)], "5 tokens are all that A needs.")
-    answer.equal(rows_of(answer, scheduler.continue_prefills(9)), [("A", 5), ("B", 3), ("C", 1)])
+    answer.equal(continued(answer, scheduler, 0), [])
+    answer.equal(continued(answer, scheduler, 5), [("A", 5)], "5 tokens are all that A needs.")
+    answer.equal(continued(answer, scheduler, 9), [("A", 5), ("B", 3), ("C", 1)])
 
 
 def test_boundary__all_tokens_of_a_preempted_one(answer: Answer) -> None:
@@ -153,10 +162,10 @@ def test_boundary__all_tokens_of_a_preempted_one(answer: Answer) -> None:
     scheduler.raw.waiting.remove(a)
     scheduler.raw.admit(a)
     a.num_computed_tokens = 4
-    answer.equal(rows_of(answer, scheduler.continue_prefills(2)), [("A", 2)])
+    answer.equal(continued(answer, scheduler, 2), [("A", 2)])
     book(answer, scheduler, (a, 2, None))
     answer.equal((a.num_tokens, a.num_computed_tokens), (7, 6))
-    answer.equal(rows_of(answer, scheduler.continue_prefills(9)), [("A", 1)])
+    answer.equal(continued(answer, scheduler, 9), [("A", 1)])
     book(answer, scheduler, (a, 1, 7))
     answer.equal((a.num_tokens, a.num_computed_tokens, a.is_prefilling), (8, 7, False))
 

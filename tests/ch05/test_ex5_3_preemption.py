@@ -39,10 +39,11 @@ def test_contract__rows_with_a_slot(answer: Answer) -> None:
     answer.equal(decode(answer, scheduler), [], "Nobody is running.")
     a, b = enqueue(answer, scheduler, A=4, B=6)
     run_step(answer, scheduler)
-    answer.equal(decode(answer, scheduler), [("A", 1), ("B", 1)])
+    rule = "Everybody who decodes computes one token."
+    answer.equal(decode(answer, scheduler), [("A", 1), ("B", 1)], rule)
     answer.equal((len(a.block_table), len(b.block_table)), (2, 2), "A's fifth token opened a block.")
     answer.equal((a.num_computed_tokens, b.num_computed_tokens), (4, 6), "Planned is not computed yet.")
-    answer.equal(scheduler.num_preemptions, 0)
+    answer.equal(scheduler.num_preemptions, 0, "Blocks are free, so nobody loses a seat.")
 
 
 def test_contract__a_list_of_its_own(answer: Answer) -> None:
@@ -51,6 +52,7 @@ def test_contract__a_list_of_its_own(answer: Answer) -> None:
     enqueue(answer, scheduler, A=3, B=3)
     run_step(answer, scheduler)
     first = scheduler.schedule_decodes()
+    answer.equal(named(first), ["A", "B"], "Everybody who decodes has a row.")
     scheduler.preempt(scheduler.running[-1])
     scheduler.schedule_decodes()
     answer.equal(named(first), ["A", "B"])
@@ -61,10 +63,13 @@ def test_contract__what_a_victim_keeps(answer: Answer) -> None:
     scheduler = start(answer)
     a, b = enqueue(answer, scheduler, A=4, B=6)
     run_step(answer, scheduler)
-    answer.equal(scheduler.preempt(b), None)
-    answer.equal((b.status, b.block_table, b.num_computed_tokens), (SequenceStatus.PREEMPTED, (), 0))
-    answer.equal((b.num_prompt_tokens, b.num_completion_tokens, b.num_preemptions), (6, 1, 1))
-    answer.equal((queues(scheduler), scheduler.num_preemptions), ((["A"], ["B"]), 1))
+    answer.equal(scheduler.preempt(b), None, "preempt returns nothing.")
+    rule = "A victim is PREEMPTED, holds no block, and has nothing computed."
+    answer.equal((b.status, b.block_table, b.num_computed_tokens), (SequenceStatus.PREEMPTED, (), 0), rule)
+    rule = "Prompt and generated tokens stay what they are, and the sequence counts its preemption."
+    answer.equal((b.num_prompt_tokens, b.num_completion_tokens, b.num_preemptions), (6, 1, 1), rule)
+    rule = "A victim goes from `running` to `waiting`, and the scheduler counts its preemption."
+    answer.equal((queues(scheduler), scheduler.num_preemptions), ((["A"], ["B"]), 1), rule)
     answer.equal((a.status, len(a.block_table)), (SequenceStatus.RUNNING, 1), "Nobody else is touched.")
     whole(answer, scheduler)
 

@@ -41,9 +41,9 @@ def test_contract__lists_of_rows(answer: Answer) -> None:
     """Each of the three returns a list of sequences, empty where there is nothing to do."""
     for method, args in (("schedule_prefills", (10,)), ("schedule_prefill_first", ()), ("schedule_mixed", ())):
         scheduler = start(answer)
-        answer.equal(plan(answer, scheduler, method, *args), [])
+        answer.equal(plan(answer, scheduler, method, *args), [], "Nobody is there.")
         enqueue(answer, scheduler, A=3)
-        answer.equal(plan(answer, scheduler, method, *args), [("A", 3)])
+        answer.equal(plan(answer, scheduler, method, *args), [("A", 3)], "A waits, and there is room for its prompt.")
 
 
 def test_contract__a_list_of_its_own(answer: Answer) -> None:
@@ -52,6 +52,7 @@ def test_contract__a_list_of_its_own(answer: Answer) -> None:
         scheduler = start(answer)
         enqueue(answer, scheduler, A=4)
         first = getattr(scheduler, method)(*args)
+        answer.equal(named(first), ["A"], "A waits, and there is room for its prompt.")
         enqueue(answer, scheduler, B=3)
         getattr(scheduler, method)(*args)
         answer.equal(named(first), ["A"])

@@ -1,6 +1,8 @@
 """Grader of exercise 6.1: from bytes to a number of KV blocks."""
 
-from nanovllm.workbook.grading import Answer
+from numbers import Integral
+
+from nanovllm.workbook.grading import Answer, type_of
 
 
 def ask(answer: Answer, **sizes: float) -> int:
@@ -14,9 +16,11 @@ def test_contract__whole_numbers(answer: Answer) -> None:
     for _ in range(2):
         answer.story.clear()
         got = answer.call("block_bytes", num_layers=3, num_kv_heads=2, head_dim=5, block_size=7, itemsize=4)
-        answer.equal(got, 1680)
+        answer.require(isinstance(got, Integral), f"{got!r}, {type_of(got)}", "an int")
+        answer.equal(got, 1680, "Keys and values, in 3 layers, of 7 tokens, with 2 heads of 5 numbers, 4 bytes each.")
         got = ask(answer, total=1000, used=100, peak=60, current=20, utilization=0.5, bytes_per_block=30)
-        answer.equal(got, 12)
+        answer.require(isinstance(got, Integral), f"{got!r}, {type_of(got)}", "an int")
+        answer.equal(got, 12, "Of 500 usable ones 100 are in use, and a step needs 40 more: 360 in blocks of 30.")
 
 
 def test_example__qwen3_and_a_card_of_24(answer: Answer) -> None:

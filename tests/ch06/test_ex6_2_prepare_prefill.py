@@ -3,7 +3,7 @@
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 from nanovllm.workbook.oracles.batches import compare_arrays, describe, make_sequence
 from nanovllm.worker.input_batch import InputBatchBuilder
 
@@ -17,39 +17,42 @@ def rows(answer: Answer, wanted: list[tuple[int, int, int]], block_size: int = 4
     ]
 
 
-def compare(answer: Answer, seqs: list[Sequence], builder: Any = None) -> Any:
+def state(seqs: list[Sequence]) -> list[Any]:
+    return [(list(s.token_ids), s.block_table, s.num_computed_tokens, s.num_scheduled_tokens) for s in seqs]
+
+
+def compare(answer: Answer, seqs: list[Sequence], builder: Any = None, by_field: bool = False) -> Any:
     answer.story.clear()
     answer.note(describe(seqs))
     builder = builder or answer.parts.resolve(InputBatchBuilder)()
+    before = state(seqs)
     got = answer.watch(builder, "builder").prepare_prefill(seqs)
-    compare_arrays(answer, got, seqs)
+    answer.equal(state(seqs), before, "It may not change a sequence.")
+    compare_arrays(answer, got, seqs, by_field)
     return got
 
 
 def test_contract__fields_types_and_sequences(answer: Answer) -> None:
     """It returns BatchArrays with the types that the module names, and leaves the sequences as they are."""
     seqs = rows(answer, [(0, 5, 5), (2, 3, 9)])
-    before = [(list(s.token_ids), s.block_table, s.num_computed_tokens, s.num_scheduled_tokens) for s in seqs]
-    got = compare(answer, seqs)
-    answer.require(type(got).__name__ == "BatchArrays", f"a {type(got).__name__}", "BatchArrays")
-    after = [(list(s.token_ids), s.block_table, s.num_computed_tokens, s.num_scheduled_tokens) for s in seqs]
-    answer.equal(after, before, "It may not change a sequence.")
-    compare(answer, seqs)
+    got = compare(answer, seqs, by_field=True)
+    answer.require(type(got).__name__ == "BatchArrays", type_of(got), "BatchArrays")
+    compare(answer, seqs, by_field=True)
 
 
 def test_contract__arrays_of_its_own(answer: Answer) -> None:
     """Each call makes new arrays: those of an earlier step stay as they are."""
     builder = answer.parts.resolve(InputBatchBuilder)()
     before, after = rows(answer, [(0, 5, 5), (2, 3, 9)]), rows(answer, [(3, 5, 8), (4, 3, 9)])
-    got = compare(answer, before, builder)
-    compare(answer, after, builder)
+    got = compare(answer, before, builder, by_field=True)
+    compare(answer, after, builder, by_field=True)
     answer.note("(the arrays of the first call, after the second)")
     compare_arrays(answer, got, before)
 
 
 def test_example__two_rows(answer: Answer) -> None:
     """Tokens 4, 5, 6 of 7 and token 9 of 10: contexts 7 and 10, boundaries 0, 3, 4."""
-    got = compare(answer, rows(answer, [(4, 3, 7), (9, 1, 10)]))
+    got = compare(answer, rows(answer, [(4, 3, 7), (9, 1, 10)]), by_field=True)
     answer.equal(got.positions.tolist(), [4, 5, 6, 9])
     answer.equal((got.cu_seqlens_q.tolist(), got.context_lens.tolist()), ([0, 3, 4], [7, 10]))
 
@@ -61,7 +64,7 @@ def test_oracle__random_steps(answer: Answer) -> None:
         for _ in range(answer.rng.randint(1, 6)):
             computed, scheduled = answer.rng.randint(0, 12), answer.rng.randint(1, 7)
             wanted.append((computed, scheduled, computed + scheduled + answer.rng.choice([0, 0, 1, 5])))
-        compare(answer, rows(answer, wanted, answer.rng.choice([1, 2, 4, 16])))
+        compare(answer, rows(answer, wanted, answer.rng.choice([1, 2, 4, 16])), by_field=True)
 
 
 def test_boundary__a_second_chunk(answer: Answer) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 from nanovllm.worker.cuda_graphs import StepInputs
 from nanovllm.worker.input_batch import BatchArrays
 
@@ -40,7 +40,8 @@ def write(answer: Answer, inputs: Any, arrays: BatchArrays, size: int) -> None:
         f"write a step of {rows} rows (tables {width} wide, {len(arrays.temperatures)} sampled), padded to {size}"
     )
     before = [np.array(value) for value in arrays]
-    result = inputs.write(arrays, size)
+    with answer.about("A step may be smaller than the buffers: fewer rows, narrower tables, fewer temperatures."):
+        result = inputs.write(arrays, size)
     answer.equal(result, None, "It returns nothing.")
     answer.equal([np.array(v).tolist() for v in arrays], [v.tolist() for v in before], "It may not change its inputs.")
 
@@ -50,8 +51,10 @@ def check(answer: Answer, inputs: Any, arrays: BatchArrays, size: int) -> None:
     rows, width = arrays.block_tables.shape
     for name in FIELDS:
         answer.equal(inputs.device[name][:rows].tolist(), getattr(arrays, name).tolist(), f"{name}: {answer.rule}")
-    answer.equal(inputs.device["block_tables"][:rows, :width].tolist(), arrays.block_tables.tolist())
-    answer.equal(inputs.device["temperatures"][: len(arrays.temperatures)].tolist(), arrays.temperatures.tolist())
+    got = inputs.device["block_tables"][:rows, :width].tolist()
+    answer.equal(got, arrays.block_tables.tolist(), f"block_tables: {answer.rule}")
+    got = inputs.device["temperatures"][: len(arrays.temperatures)].tolist()
+    answer.equal(got, arrays.temperatures.tolist(), f"temperatures: {answer.rule}")
     answer.equal(
         inputs.device["slot_mapping"][rows:size].tolist(), [-1] * (size - rows), "A padded row writes nowhere."
     )
@@ -61,7 +64,7 @@ def check(answer: Answer, inputs: Any, arrays: BatchArrays, size: int) -> None:
 def test_contract__sizes_and_arguments(answer: Answer) -> None:
     """The sizes are a list of ints; writing changes neither the arrays nor rows from `size` on."""
     got = answer.call("graph_sizes", 9)
-    answer.require(isinstance(got, list), f"a {type(got).__name__}", "a list")
+    answer.require(isinstance(got, list), type_of(got), "a list")
     inputs = make(answer)
     for buffer in inputs.host.values():
         buffer[:] = 77
@@ -74,6 +77,7 @@ def test_contract__sizes_and_arguments(answer: Answer) -> None:
 def test_contract__a_list_of_its_own(answer: Answer) -> None:
     """Each call makes a list of its own: one that was handed out before stays as it is."""
     first = answer.call("graph_sizes", 3)
+    answer.equal(first, [1, 2, 3], "The sizes below the largest, which is 3, and the largest itself.")
     answer.call("graph_sizes", 20)
     answer.equal(first, [1, 2, 3])
 

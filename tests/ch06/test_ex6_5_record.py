@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 from nanovllm.worker.cuda_graphs import DecodeGraphs, StepInputs
 
 
@@ -62,10 +62,10 @@ def test_contract__what_comes_back(answer: Answer) -> None:
     """It returns (replay, logits); replay takes nothing and returns nothing."""
     machine = Machine(answer)
     result = machine.record(2)
-    answer.require(isinstance(result, tuple) and len(result) == 2, f"a {type(result).__name__}", "(replay, logits)")
+    answer.require(isinstance(result, tuple) and len(result) == 2, type_of(result), "(replay, logits)")
     replay, logits = result
-    answer.require(callable(replay), f"a {type(replay).__name__}", "a function")
-    answer.require(isinstance(logits, torch.Tensor), f"a {type(logits).__name__}", "a tensor")
+    answer.require(callable(replay), type_of(replay), "a function")
+    answer.require(isinstance(logits, torch.Tensor), type_of(logits), "a tensor")
     answer.equal(list(logits.shape), [2, 3])
     answer.equal(replay(), None, "replay() returns nothing: its result is in logits.")
 

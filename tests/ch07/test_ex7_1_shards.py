@@ -39,8 +39,9 @@ def numbered(*shape: int) -> torch.Tensor:
 def test_contract__filled_in_place(answer: Answer) -> None:
     """The parameter is filled in place, keeps its shape, and is no view of the loaded tensor."""
     for cls, shape in ((ColumnParallelLinear, [3, 4]), (RowParallelLinear, [6, 2])):
-        parts = load(answer, cls, numbered(6, 4), 2)
-        answer.equal([list(part.shape) for part in parts], [shape, shape])
+        with answer.about("A column-parallel weight is cut by its outputs, a row-parallel one by its inputs."):
+            parts = load(answer, cls, numbered(6, 4), 2)
+            answer.equal([list(part.shape) for part in parts], [shape, shape])
         layer, loaded = answer.parts.resolve(cls)(4, 6, tp=TPGroup(0, 2)), numbered(6, 4)
         address = layer.weight.data_ptr()
         layer.weight_loader(layer.weight, loaded)

@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.parallel import TPGroup
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 from nanovllm.workbook.oracles.ranks import on_ranks, random
 
 CLOSE = 1e-5  # sums of a dozen float32 products in another order
@@ -48,7 +48,7 @@ def test_contract__a_tensor_on_every_rank(answer: Answer) -> None:
     """It returns a tensor [..., out], the same on every rank, and leaves x as it is."""
     results, _ = run(answer, random(answer, 3, 4), random(answer, 2, 4), None, 2)
     for result in results:
-        answer.require(isinstance(result, torch.Tensor), f"a {type(result).__name__}", "a tensor")
+        answer.require(isinstance(result, torch.Tensor), type_of(result), "a tensor")
         answer.equal(list(result.shape), [2, 3])
 
 

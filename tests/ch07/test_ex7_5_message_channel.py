@@ -131,11 +131,13 @@ def plain(message: tuple[str, tuple[Any, ...]]) -> tuple[str, list[Any]]:
 def test_contract__method_and_arguments(answer: Answer) -> None:
     """read returns (method, args) as they were written: arrays with type and shape, plain values as they are."""
     line = Line(answer, capacity=4096)
-    received, threads = line.collect(1)
-    line.idle(0.02, received)
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
-    answer.equal(line.send("run", (array, 7, "x", None)), None, "write returns nothing.")
-    line.finish(threads, "the message was read")
+    with answer.about("A reader with nothing to read sleeps, and is woken after something was written."):
+        received, threads = line.collect(1)
+        line.idle(0.02, received)
+        returned = line.send("run", (array, 7, "x", None))
+        line.finish(threads, "the message was read")
+    answer.equal(returned, None, "write returns nothing.")
     method, args = received[0][0]
     answer.equal((method, args[1:]), ("run", (7, "x", None)))
     answer.equal((args[0].tolist(), str(args[0].dtype)), (array.tolist(), "int32"))

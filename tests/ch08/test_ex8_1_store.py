@@ -6,6 +6,7 @@ from nanovllm.attention.triton_backend import TritonAttention
 from nanovllm.workbook.grading import Answer
 
 EMPTY = -7.0
+PLACES = f"Each token's keys and values are written to its slot, and all other places stay as they are ({EMPTY:g})."
 
 
 def run(
@@ -37,7 +38,8 @@ def run(
     mapping = torch.tensor(slots, dtype=torch.int64)
     attention = answer.parts.resolve(TritonAttention)(2 * kv_heads, kv_heads, head_dim, 1.0, block_size)
     answer.equal(attention.store(k, v, *caches, mapping), None, "It returns nothing.")
-    answer.equal(caches, expected)
+    for name, cache, right in zip(("k_cache", "v_cache"), caches, expected, strict=True):
+        answer.equal(cache, right, name=name)
     outside = torch.cat([whole[[0, -1]].flatten() for whole in fenced])
     answer.require(bool((outside == EMPTY).all()), "numbers outside the cache", "nothing written outside the cache")
     answer.equal((k, v, mapping.tolist()), (*before, slots), "It may not change its inputs.")
@@ -45,14 +47,16 @@ def run(
 
 def test_contract__in_place(answer: Answer) -> None:
     """The caches are written in place, nothing is returned, and the inputs stay."""
-    run(answer, [3, 0])
+    with answer.about(PLACES):
+        run(answer, [3, 0])
 
 
 def test_contract__one_program_a_token(answer: Answer) -> None:
     """Program t of the kernel stores token t, and no other; PADDED is as large as WIDTH needs."""
     if not answer.parts:
         return  # the shipped kernel takes other arguments
-    run(answer, [5, 0, 2])
+    with answer.about(PLACES):
+        run(answer, [5, 0, 2])
     k, caches = torch.arange(1.0, 19.0).reshape(3, 2, 3), [torch.full((2, 4, 2, 3), EMPTY) for _ in range(2)]
     slots, expected = torch.tensor([5, 0, 2]), [cache.clone() for cache in caches]
     for programs in (1, 3):
@@ -61,7 +65,8 @@ def test_contract__one_program_a_token(answer: Answer) -> None:
         for token in range(programs):
             expected[0].view(8, 2, 3)[slots[token]] = k[token]
             expected[1].view(8, 2, 3)[slots[token]] = -k[token]
-        answer.equal(caches, expected)
+        for name, cache, right in zip(("k_cache", "v_cache"), caches, expected, strict=True):
+            answer.equal(cache, right, name=name)
 
 
 def test_example__slot_9(answer: Answer) -> None:

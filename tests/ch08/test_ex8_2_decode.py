@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from nanovllm.attention.triton_backend import TritonAttention
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 from nanovllm.workbook.oracles.pages import Launches, Pages, launches
 
 CLOSE = 1e-4  # float32 sums over a few dozen products
@@ -35,7 +35,7 @@ def test_contract__shape_and_inputs(answer: Answer) -> None:
     pages = Pages(answer, [5, 9], heads=4, kv_heads=2)
     before = pages.q.clone(), pages.k_cache.clone(), pages.v_cache.clone()
     got = run(answer, pages)
-    answer.require(isinstance(got, torch.Tensor), f"a {type(got).__name__}", "a tensor")
+    answer.require(isinstance(got, torch.Tensor), type_of(got), "a tensor")
     answer.equal((list(got.shape), got.dtype), ([2, 4, 4], torch.float32))
     answer.equal((pages.q, pages.k_cache, pages.v_cache), before, "It may not change its inputs.")
     kept = got.clone()
@@ -47,7 +47,8 @@ def test_contract__a_program_for_each_row_and_head(answer: Answer) -> None:
     """Program (row, head) of the kernel writes the H numbers of its own result, zeros for a padded row."""
     if not answer.parts:
         return  # the shipped kernel takes other arguments
-    compare(answer, [3])
+    with answer.about("The result of a row and head: softmax over the scaled scores of all its tokens, times values."):
+        compare(answer, [3])
     pages = Pages(answer, [5, 0, 3], head_dim=3)
     expected = torch.full((3 * 2 * 3 + 8,), FILLER)
     out = expected.clone()

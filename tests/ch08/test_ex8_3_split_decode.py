@@ -70,7 +70,8 @@ def test_contract__shapes_and_inputs(answer: Answer) -> None:
 
 def test_contract__each_program_its_stretch(answer: Answer) -> None:
     """Program (row, head, split) leaves attention and lse of its own stretch behind, and writes nothing else."""
-    compare(answer, [3], 2)
+    with answer.about("The parts of all stretches, merged by their lse, are the attention over the whole context."):
+        compare(answer, [3], 2)
     for contexts, splits in (([10, 5], 4), ([7, 0], 3)):
         pages = Pages(answer, contexts, head_dim=3)
         part, lse = torch.full((2, 2, splits, 3), FILLER), torch.full((2, 2, splits), FILLER)

@@ -53,6 +53,8 @@ def told_badly(trial: Trial, text: str) -> list[str]:
             faults.append(f"{trial}: says nothing behind {part!r}\n{text}")
     if "still running after" in text and not trial.loops:
         faults.append(f"{trial}: was stopped; an answer that loops is marked with loops = true")
+    if trial.says not in flat(text):
+        faults.append(f"{trial}: does not tell {trial.says!r}\n{text}")
     leaked = [line for line in solution_lines(WORKBOOK, trial.exercise) if line in flat(text)]
     faults += [f"{trial}: tells {line!r}\n{text}" for line in leaked if line not in flat(trial.text)]
     return faults

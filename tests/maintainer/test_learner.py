@@ -32,6 +32,7 @@ from nanovllm.workbook import (
     use,
 )  # fmt: skip
 from nanovllm.workbook.checking import pytest_environment
+from nanovllm.workbook.classroom import totals
 from nanovllm.workbook.cli import main
 from nanovllm.workbook.generate import stubs
 from nanovllm.workbook.outcomes import FAILED, PASSED, TODO, ExerciseResult, table_text
@@ -141,9 +142,30 @@ def test_a_loop_without_end_is_stopped(workbook: Workbook) -> None:
     loop = "    while True:\n        try:\n            int('x')\n        except Exception:\n            pass\n"
     write(workbook, "4.1", loop)
     result = check("4.1").results[0]
-    first, *others = [test.text for test in result.tests]
+    first, second, third, *others = [test.text for test in result.tests]
     assert result.state == FAILED and "still running after 5 s" in first
-    assert all("still running after 1 s" in text for text in others), "once is enough of that"
+    assert "still running after 1 s" in second and "still running after 1 s" in third, "once is enough of that"
+    assert len(others) == 3 and all("not run: 3 tests of this exercise were still running" in text for text in others)
+    rule = result.first_failure.rule  # what the table, a hint and a class's CSV tell
+    assert rule.startswith("still running after 5 s: ") and rule.endswith("A number of blocks is an int.")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("while True: pass", "still running after 5 s"), ("raise SystemExit(3)", "SystemExit: 3")]
+)
+def test_a_file_that_never_loads_is_told_for_each_test(workbook: Workbook, line: str, said: str) -> None:
+    """pytest gave up behind the first test of such a file, and the others were missing."""
+    (workbook.answers / workbook.exercise("4.1").file).write_text(f"{line}\n")
+    result = check("4.1").results[0]
+    assert result.state == FAILED and len(result.tests) == 6 and all(test.state == FAILED for test in result.tests)
+    assert result.first_failure.rule.startswith("The file must load: ") and said in result.first_failure.rule
+
+
+def test_the_rule_of_an_error_begins_with_the_error(workbook: Workbook) -> None:
+    write(workbook, "4.1", "    return no_such_name\n")
+    result = check("4.1")
+    assert result.results[0].first_failure.rule.startswith("NameError: name 'no_such_name' is not defined. A number")
+    assert "rule      A number of blocks is an int." in result.text and "no_such_name" in hint("4.1").text
 
 
 def unwrapped(text: str) -> str:
@@ -162,6 +184,19 @@ def test_hints_answer_the_failure_and_climb(workbook: Workbook) -> None:
     assert "+    return full + (rest > 0)" in hint("4.1").text
     with pytest.raises(WorkbookError):
         hint("4.1", level=5)
+
+
+def test_the_hints_that_a_page_shows_are_nobodys(workbook: Workbook) -> None:
+    exercise = workbook.exercise("4.2")
+    page = hint("4.2", level=1).text
+    assert exercise.hints[0] in unwrapped(page) and 'More: hint("4.2", 2) again' in page
+    assert "hints" not in progress().text
+    assert exercise.hints[0] in unwrapped(hint("4.2").text), "the first one that is asked for"
+    assert "hints 1/4" in progress().text
+    hint("4.2", level=1)
+    assert exercise.hints[1] in unwrapped(hint("4.2").text)
+    hint("4.3", level=2)
+    assert exercise.hints[0] not in unwrapped(hint("4.3").text) and progress().text.count("hints 3/4") == 1
 
 
 def test_reveal_asks_once_and_reset_keeps_a_copy(workbook: Workbook) -> None:
@@ -229,6 +264,34 @@ def test_use_plugs_in_and_out(workbook: Workbook) -> None:
     assert len(active_parts().replacements) == 1
     use()
     assert not active_parts()
+
+
+def test_what_use_says_of_a_block_is_true_in_it_and_behind_it(workbook: Workbook) -> None:
+    solve("4.1")
+    assert use("4.1").text.startswith("In use in every engine that is built from now on:\n")
+    use()
+    with use("4.1") as in_use:
+        inside = in_use.text, in_use.html
+    assert (in_use.text, in_use.html) == inside and not active_parts()
+    assert all("In use in engines built inside this `with` block:" in text for text in inside)
+    assert "from now on" not in str(inside) and "BlockManager.blocks_needed" in in_use.text
+
+
+def test_use_warns_of_answers_that_are_not_known_to_be_right(workbook: Workbook) -> None:
+    def said() -> str:
+        with use("4") as in_use:
+            return next(line for line in in_use.text.splitlines() if "4.1 " in line)
+
+    check("4.1")
+    assert "TODO" in said() and "check" not in said(), "nothing is plugged in"
+    path = write(workbook, "4.1", WRONG_BLOCKS)
+    assert said().endswith("(exercises/ch04_kv_cache.py)  (not checked yet)")
+    check("4.1")
+    assert said().endswith("(its last check failed)")
+    assert "check" not in use("4.1", target="solutions").text
+    path.write_text(path.read_text().replace(WRONG_BLOCKS, "    return -(-num_tokens // block_size)\n"))
+    check("4.1")
+    assert said().endswith("(exercises/ch04_kv_cache.py)")
 
 
 SMALL = {"attention_backend": "torch", "kvcache_block_size": 4, "num_kvcache_blocks": 30, "dtype": "float32", "seed": 3}
@@ -365,6 +428,12 @@ def test_quiz_in_widgets_and_as_text(workbook: Workbook) -> None:
         answer("4", 99, "a")
 
 
+def test_the_help_of_quiz_names_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["quiz", "--help"])
+    assert "chapter [number] [answer ...]" in " ".join(capsys.readouterr().out.split())
+
+
 def test_grade_as_json(workbook: Workbook, capsys: pytest.CaptureFixture[str]) -> None:
     solve("4.1")
     found = grade("4.1", "4.2")
@@ -374,7 +443,7 @@ def test_grade_as_json(workbook: Workbook, capsys: pytest.CaptureFixture[str]) -
     assert (workbook.root / "j.xml").exists()
 
 
-def test_class_mode(workbook: Workbook) -> None:
+def test_class_mode(workbook: Workbook, capsys: pytest.CaptureFixture[str]) -> None:
     students = workbook.root / "class"
     for name in ("ann", "bob", "eve", "nil"):
         (students / name).mkdir(parents=True)
@@ -387,13 +456,15 @@ def test_class_mode(workbook: Workbook) -> None:
     )
     out = workbook.root / "grades.csv"
     arguments = ["grade", "4.1", "4.2", "--class", str(students), "--csv", str(out), "--jobs", "2", "--seconds", "6"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--seed", "5"]) == 0
     rows = list(csv.DictReader(out.open()))
     assert [(row["student"], row["exercise"], row["state"]) for row in rows] == [
         ("ann", "4.1", PASSED), ("ann", "4.2", PASSED), ("bob", "4.1", TODO), ("bob", "4.2", TODO),
         ("eve", "4.1", FAILED), ("eve", "4.2", FAILED), ("nil", "4.1", TODO), ("nil", "4.2", TODO),
     ]  # fmt: skip
     assert rows[0]["points"] == rows[0]["total_points"] and rows[4]["points"] == "0"
+    assert rows[5]["first_failing_rule"].startswith(("still running after 5 s: ", "The grading must end: "))
+    assert f"8 rows graded into {out} (seed 5)\n\nstudent   ch 4  total\nann " in capsys.readouterr().out
     out.write_text("\n".join(out.read_text().splitlines()[:4]) + "\nbob,4.2,to")
     assert main([*arguments, "--resume"]) == 0
     assert [row["student"] for row in csv.DictReader(out.open())] == [row["student"] for row in rows]
@@ -534,8 +605,59 @@ def test_folders_without_answers_are_named(workbook: Workbook, capsys: pytest.Ca
     out = workbook.root / "grades.csv"
     assert main(["grade", "4.1", "--class", str(students), "--csv", str(out)]) == 0
     rules = {row["student"]: row["first_failing_rule"] for row in csv.DictReader(out.open())}
-    assert rules == {"ann": "", "bob": f"There is no {file} in the folder."}
-    assert capsys.readouterr().err.endswith("in 1 of the folders: bob\n")
+    told = f"There is no {file} in the folder; perhaps it is: exercises/{file}."
+    assert rules == {"ann": "", "bob": told}
+    assert capsys.readouterr().err.endswith(f"in 1 of the folders: bob\nbob: {told}\n")
+
+
+def test_a_missing_file_is_told_with_those_that_may_be_meant(
+    workbook: Workbook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = workbook.root / "handed in"
+    answers.mkdir()
+    for names, near in (
+        ((), "."),
+        (("notes.py", ".git/ch04_kv_cache.py"), "."),
+        (("ch04_kv_cache (1).py",), "; perhaps it is: ch04_kv_cache (1).py."),
+        (("ann/Ch04-kv cache.py.txt",), "; perhaps it is: ch04_kv_cache (1).py, ann/Ch04-kv cache.py.txt."),
+    ):
+        for name in names:
+            (answers / name).parent.mkdir(exist_ok=True)
+            (answers / name).write_text("")
+        assert main(["grade", "4.1", "4.2", "--answers", str(answers)]) == 0
+        told = capsys.readouterr()
+        assert told.err == f"There is no ch04_kv_cache.py in the folder{near} Its exercises count as TODO.\n"
+        assert "4.2" in told.out
+    shutil.copy(workbook.solutions / "ch04_kv_cache.py", answers)
+    assert main(["grade", "4.1", "--answers", str(answers), "--json"]) == 0
+    told = capsys.readouterr()
+    assert told.err == "" and json.loads(told.out)["missing"] == []
+
+
+def test_totals_of_a_class() -> None:
+    def row(student: str, exercise: str, points: int) -> dict[str, str]:
+        return {"student": student, "exercise": exercise, "points": str(points), "total_points": "6"}
+
+    rows = [row("漢字", "4.1", 6), row("漢字", "4.2", 3), row("漢字", "10.1", 2), row("Jos\udce9" + 40 * "x", "4.1", 0)]
+    assert totals(rows).splitlines() == [
+        "student                         ch 4  ch 10  total",
+        "漢字                            9/12    2/6  11/18",
+        "Jos\\udce9xxxxxxxxxxxxxxxxxxxx…   0/6           0/6",
+    ]
+    many = totals([row(f"s{number}", "4.1", 1) for number in range(130)]).splitlines()
+    assert len(many) == 102 and many[-1] == "… and 30 more students"
+
+
+def test_a_syntax_error_is_told_once_for_its_file(workbook: Workbook) -> None:
+    path = workbook.answers / workbook.exercise("4.1").file
+    path.write_text("def blocks_needed(:\n")
+    shown = check("4.1", "4.2", "4.3", "5.1")
+    assert [result.state for result in shown.results] == [FAILED, FAILED, FAILED, TODO]
+    for text in (shown.text, shown.html):
+        table, _, failure = text.partition("exercise 4.1")
+        assert table.count("SyntaxError") == 1 and table.count("The file does not load: see above.") == 2
+        assert failure.count("\nexpected ") == 1
+    assert all("SyntaxError" in result.first_failure.rule for result in shown.results[:3]), "a CSV has it in each row"
 
 
 def test_a_teachers_mistakes_are_told_before_anything_is_graded(workbook: Workbook) -> None:

@@ -9,6 +9,7 @@
                                            # must occur there exactly once
     top = "SEEN = []"                      # optional: lines put in front of the first definition
     loops = true                           # optional: it never ends, so it is stopped soon
+    says = "the block at the front"        # optional: what its first failure must tell
 
 `code` starts at the margin; it is indented as the region is.
 """
@@ -34,6 +35,7 @@ class Trial:
     is_right: bool
     text: str
     loops: bool = False
+    says: str = ""
 
     def __str__(self) -> str:
         return f"{self.exercise.id} {'right' if self.is_right else 'wrong'}: {self.name}"
@@ -52,7 +54,8 @@ def read_trials(workbook: Workbook, chapter: str) -> list[Trial]:
                 raise ValueError(f"{exercise_id}: {kind!r} is neither wrong nor right")
             for entry in entries:
                 text = with_answer(solution, exercise, entry)
-                trials.append(Trial(exercise, entry["name"], kind == "right", text, entry.get("loops", False)))
+                trials.append(Trial(exercise, entry["name"], kind == "right", text,
+                                    entry.get("loops", False), entry.get("says", "")))  # fmt: skip
     return trials
 
 
@@ -105,4 +108,10 @@ def with_answer(solution: str, exercise: Exercise, entry: dict[str, Any]) -> str
         lines = text.splitlines()
         lines[span[0] : span[0]] = [*entry["top"].splitlines(), "", ""]
         text = "\n".join(lines) + "\n"
+    try:
+        compile(
+            text, exercise.file, "exec"
+        )  # what does not load is rejected by any grader, and tells nothing about one
+    except SyntaxError as error:
+        raise ValueError(f"{exercise.id} {entry['name']}: {error}") from None
     return text

@@ -6,9 +6,23 @@ import numpy as np
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 
 INT64, INT32, FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
+FIELDS = {
+    "input_ids": "the tokens that are computed in this step, one row's behind the other's.",
+    "positions": "where each of these tokens stands in its own sequence, counted from 0.",
+    "slot_mapping": "the slot of each of these tokens, in the block that its sequence's table names.",
+    "block_tables": "the block table of each row, filled up with 0 to the longest.",
+    "context_lens": "the tokens of each row that lie in the cache after this step.",
+    "cu_seqlens_q": "where each row's tokens begin, and in the end how many there are.",
+    "logits_indices": "the place of each row's last token, for rows that catch up.",
+    "temperatures": "one for each row that gives a logit, in their order.",
+    "max_query_len": "the most tokens that one row computes.",
+    "max_context_len": "the largest of context_lens.",
+    "num_decodes": "how many rows in front compute exactly one token.",
+    "needs_noise": "whether any of the temperatures exceeds COLD.",
+}
 TEMPERATURES = (1e-6, 1e-5, 2e-5, 0.3, 0.7, 1.5)  # the first two need no noise
 
 
@@ -65,17 +79,21 @@ def expected_arrays(seqs: list[Sequence]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def compare_arrays(answer: Answer, got: Any, seqs: list[Sequence]) -> None:
-    """Field by field: values, and the dtypes of arrays."""
+def compare_arrays(answer: Answer, got: Any, seqs: list[Sequence], by_field: bool = False) -> None:
+    """Field by field: values, and the dtypes of arrays.
+
+    by_field: a wrong field breaks the rule of that field; otherwise the rule of the test that is running.
+    """
     for name, expected in expected_arrays(seqs).items():
+        rule = f"{name}: {FIELDS[name] if by_field else answer.rule}"
         value: Any = getattr(got, name, None)
         if not isinstance(expected, tuple):
             value = bool(value) if isinstance(value, np.bool_) else value
-            answer.equal(value, expected, f"{name}: {answer.rule}")
+            answer.equal(value, expected, rule)
             continue
         dtype, numbers = expected
-        answer.require(isinstance(value, np.ndarray), f"{name}: a {type(value).__name__}", f"{name}: a numpy array")
-        answer.equal(value.tolist(), np.array(numbers, dtype).tolist(), f"{name}: {answer.rule}")
+        answer.require(isinstance(value, np.ndarray), f"{name}: {type_of(value)}", f"{name}: a numpy array")
+        answer.equal(value.tolist(), np.array(numbers, dtype).tolist(), rule)
         answer.require(
             value.dtype == dtype, f"{name}: {value.dtype}", f"{name}: {dtype}", "The device expects this type."
         )

@@ -13,7 +13,7 @@ from nanovllm.engine.parts import Parts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.workbook.grading import Answer
+from nanovllm.workbook.grading import Answer, type_of
 from nanovllm.workbook.oracles.kv_cache import SlowPool, faults
 
 END_TOKEN = 0
@@ -227,7 +227,7 @@ def named(seqs: Any) -> Any:
 
 def rows_of(answer: Answer, seqs: Any) -> list[tuple[str, int]]:
     """(name, tokens to compute) of every planned row."""
-    answer.require(isinstance(seqs, list), f"a {type(seqs).__name__}", "a list of sequences")
+    answer.require(isinstance(seqs, list), type_of(seqs), "a list of sequences")
     strange = next((seq for seq in seqs if not isinstance(seq, Sequence)), None)
     answer.require(strange is None, strange, "a list of sequences")
     return [(seq.name, seq.num_scheduled_tokens) for seq in seqs]
@@ -236,6 +236,7 @@ def rows_of(answer: Answer, seqs: Any) -> list[tuple[str, int]]:
 def planned_rows(answer: Answer, scheduler: Any, seqs: Any) -> list[tuple[str, int]]:
     """`rows_of` a list that is not one of the scheduler's own."""
     rows = rows_of(answer, seqs)
+    answer.note(f"its rows, as (sequence, planned tokens): {rows}")
     own = "The rows are a list of their own: whoever changes it must not change who has a seat."
     answer.require(seqs is not scheduler.raw.running, "the list `running` itself", "another list", own)
     return rows
