@@ -3,6 +3,7 @@
 Below everything else and without dependencies, so that no class has to know about notebooks or widgets.
 """
 
+from enum import Enum
 from html import escape
 from itertools import islice
 from typing import Any
@@ -22,19 +23,26 @@ def table(title: str, rows: list[tuple[str, Any]], limit: int = 200) -> str:
 
 
 def cell(value: Any, limit: int) -> str:
-    """A value in its cell: a table of its own for records that have named fields, else its repr."""
+    """A value in its cell: a table of its own for records that have named fields, else as `plain` has it."""
     entries = list(islice(value, MAX_ENTRIES)) if isinstance(value, (list, tuple)) else []
     if not entries or not all(hasattr(entry, "_fields") for entry in entries):
-        return f"<code>{escape(shorten(value, limit))}</code>"
+        return f"<code>{escape(plain(value, limit))}</code>"
     head = "".join(f'<th scope="col" style="{CELL}">{escape(name)}</th>' for name in entries[0]._fields)
     lines = "".join(
-        "<tr>"
-        + "".join(f'<td style="{CELL}"><code>{escape(shorten(item, 60))}</code></td>' for item in entry)
-        + "</tr>"
+        "<tr>" + "".join(f'<td style="{CELL}"><code>{escape(plain(item, 60))}</code></td>' for item in entry) + "</tr>"
         for entry in entries
     )
     more = f"<div>… {len(value):,} in all</div>" if len(value) > len(entries) else ""
     return f'<table style="margin:0"><tr>{head}</tr>{lines}</table>{more}'
+
+
+def plain(value: Any, limit: int) -> str:
+    """Texts without quotes and enum members by their values, as a reader says them; of everything else the repr."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, str) and value.isprintable() and value:
+        return value if len(value) <= limit else value[: limit - 1] + "…"
+    return shorten(value, limit)
 
 
 def shorten(value: Any, limit: int = 200) -> str:

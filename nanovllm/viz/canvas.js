@@ -251,17 +251,19 @@ function makeControls(model, bar) {
   bar.appendChild(status);
   const keep = button("Keep as picture", "Replace the controls by a still picture, which stays in the saved notebook", { do: "close" });
   return (state) => {
+    const isEnd = state.over && state.step >= state.last;
     play.dataset.state = state.playing ? "playing" : "paused";
-    const label = state.playing ? "❚❚ Pause" : "► Play";
+    const [label, name, hint] = state.playing ? ["❚❚ Pause", "Pause", "Pause at the end of the step"]
+      : isEnd ? ["↻ Replay", "Play again", "Play again, from the first step"] : ["► Play", "Play", "Play"];
     if (play.textContent !== label) {
       play.textContent = label;
-      play.setAttribute("aria-label", state.playing ? "Pause" : "Play");
-      play.title = state.playing ? "Pause at the end of the step" : "Play";
+      play.setAttribute("aria-label", name);
+      play.title = hint;
     }
-    play.disabled = state.over && state.step >= state.last;
-    step.disabled = run.disabled = play.disabled || state.playing;
+    play.disabled = isEnd && state.last <= state.first;
+    step.disabled = run.disabled = isEnd || state.playing;
     back.disabled = state.playing || state.step <= state.first;
-    slider.disabled = state.playing || state.last <= state.first;
+    slider.disabled = state.last <= state.first; // to drag it pauses
     [slider.min, slider.max, slider.value] = [state.first, state.last, state.step];
     if (document.activeElement !== speed) speed.value = String(state.speed);
     keep.hidden = !state.over;

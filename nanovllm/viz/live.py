@@ -174,13 +174,17 @@ class Output:
             scene = self.dashboard.scene(step, since)
             self.widget.frame = scene.pack(step=self.dashboard.recorder.last_step if step is None else step, **extra)
 
-    def freeze(self, step: int | None = None) -> None:
-        """Put a still picture, with its text twin, in the widget's place; without a widget, display it."""
+    def freeze(self, step: int | None = None, note: str = "") -> None:
+        """Put a still picture, with its text twin, in the widget's place; without a widget, display it.
+
+        note: a line below it.
+        """
         if shell_with_kernel() is None:
             return
         from IPython.display import display
 
-        bundle = {"image/png": self.dashboard.png(step), "text/plain": self.dashboard.text(step)}
+        text = self.dashboard.text(step) + (f"\n{note}" if note else "")
+        bundle = {"image/png": self.dashboard.png(step, note=note), "text/plain": text}
         if self._handle is not None:
             self._handle.update(bundle, raw=True)
         else:

@@ -31,6 +31,7 @@ from nanovllm.viz.recorder import Decode, Engine, Recorder
 from nanovllm.viz.words import plural
 
 SLICE_SECONDS = 0.04
+REPLAY_SPEED = 16.0  # steps a second: a record has no pace of its own, and at full speed it is over before it is seen
 
 
 class SteppableEngine(Engine, Protocol):
@@ -64,18 +65,20 @@ class Player:
     source: an engine, or a `Recorder` (one loaded from a file replays without engine, model and torch).
     prompts, params: requests to queue, as for `generate`; without them whatever the engine holds is played.
     panels, fps, share, decode: as for `live`.
-    speed: steps a second, 0 for as fast as it goes. paused: wait for the reader to press play.
+    speed: steps a second, 0 for as fast as it goes (by default so with an engine, and 16 through a recorded run).
+    paused: wait for the reader to press play.
     max_steps: stop after so many steps of the engine.
     keep: steps that can be gone back.
 
-    A player that nobody touches plays to its end and leaves a still picture. One that was clicked on keeps its controls
-    until "Keep as picture" is pressed or another cell runs; `show()` brings them back. While another cell runs it
-    stands still, and a player that was clicked on stays paused then.
+    The controls stay, also at the end: from there on the player needs no engine any more, and goes through what it has
+    recorded, as often as one likes. `finish()`, `close()` and "Keep as picture" put a still picture in their place,
+    which is what a saved notebook can show; `show()` brings them back. While another cell runs a player stands still,
+    and one that was clicked on stays paused then if it still needs the engine.
     """
 
     def __init__(
         self, source: SteppableEngine | Recorder, prompts: Any = None, params: Any = None, *,
-        panels: Panels = DEFAULT_PANELS, speed: float = 0.0, paused: bool = False, max_steps: int | None = None,
+        panels: Panels = DEFAULT_PANELS, speed: float | None = None, paused: bool = False, max_steps: int | None = None,
         keep: int = 1024, fps: float = 4.0, share: float = 0.02, decode: Decode | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(source, Recorder):
@@ -86,7 +89,8 @@ class Player:
         self.recorder = source if isinstance(source, Recorder) else Recorder(keep=keep)
         self.dashboard = make_dashboard(panels, self.recorder, decode or decoder_of(source))
         self.throttle = Throttle(fps, share)
-        self.speed, self.playing, self.max_steps = float(speed), not paused, max_steps
+        self.speed = (REPLAY_SPEED if self.llm is None else 0.0) if speed is None else float(speed)
+        self.playing, self.max_steps = not paused, max_steps
         self.error: BaseException | None = None
         self.seq_ids: list[int] = []
         self.token_ids: list[list[int]] = []  # generated so far, in the order of the prompts
@@ -144,8 +148,10 @@ class Player:
         self.playing, self._until, self.error = False, None, None
 
     def play(self) -> Self:
-        """Play on, from the step that is shown."""
+        """Play on, from the step that is shown; at the end once more, from the first step that is kept."""
         self._halt()
+        if self.is_over and self.recorder.steps:
+            self.cursor = self.recorder.steps[0]
         self.playing = not self.is_over
         self._poke()
         return self
@@ -188,13 +194,16 @@ class Player:
         return self
 
     def finish(self) -> Self:
-        """Take all steps that are left, in this cell; interrupting it stops at a step's end. Then leave a still."""
+        """Take all steps that are left, in this cell; interrupting it stops at a step's end. Then leave a still.
+
+        For a cell that needs the engine to itself, or the results.
+        """
         self._halt()
         interrupts = Interrupts()
         with interrupts:
             while not interrupts.count and self._advance():
                 self._draw_if_due()
-        if not interrupts.count and not self._is_closed:  # a player that has ended left its picture already
+        if not interrupts.count and not self._is_closed:  # a closed player has left its picture already
             self._end()
         else:
             self._draw()
@@ -230,7 +239,7 @@ class Player:
     # -- steps
 
     def _engine_has_work(self) -> bool:
-        if self.llm is None or self.error is not None or self._is_closed:
+        if self.llm is None or self._handle is None or self.error is not None:
             return False
         if self.max_steps is not None and self._steps_taken >= self.max_steps:
             return False
@@ -296,9 +305,8 @@ class Player:
                 continue
             if self.is_over and not self._cell_runs:
                 self.done.set()
-                if not self._touched:
-                    self._end()
-                    break
+                if self.error is None:
+                    self._let_the_engine_go()
             self._wake.clear()
             if not self._wishes:
                 await self._wake.wait()
@@ -313,7 +321,10 @@ class Player:
         if not self.playing:
             self._draw()  # else the picture would lag behind what a cell sees
         elif self.cursor != was:
-            self._draw_if_due()
+            if 0 < self.speed * self.throttle.interval <= 1:  # slow enough for the eye: no step is left out
+                self._draw()
+            else:
+                self._draw_if_due()
 
     def _on_click(self, message: dict[str, Any]) -> None:
         """May run in another thread: only note the wish, and wake the loop."""
@@ -369,8 +380,8 @@ class Player:
         steps = self.recorder.steps
         first, last = (steps[0], steps[-1]) if steps else (self.cursor, self.cursor)
         return {
-            "playing": self.playing, "over": not self._engine_has_work(), "step": self.cursor, "first": first,
-            "last": last, "speed": int(self.speed), "status": self._status(),
+            "playing": self.playing, "over": self.error is None and not self._engine_has_work(), "step": self.cursor,
+            "first": first, "last": last, "speed": int(self.speed), "status": self._status(),
         }  # fmt: skip
 
     def _status(self) -> str:
@@ -384,9 +395,8 @@ class Player:
     # -- cells and the end
 
     def _register(self) -> None:
+        self._unregister()
         for name, callback in (("pre_run_cell", self._before_cell), ("post_run_cell", self._after_cell)):
-            with suppress(ValueError):
-                self._shell.events.unregister(name, callback)
             self._shell.events.register(name, callback)
 
     def _before_cell(self, info: Any) -> None:
@@ -395,9 +405,7 @@ class Player:
         cell_id, code = self._cell
         if (info.cell_id == cell_id) if (cell_id and getattr(info, "cell_id", None)) else info.raw_cell == code:
             self._shut(with_picture=False)
-        elif self.is_over:
-            self._end()
-        elif self._touched:
+        elif self._touched and self._handle is not None:
             self.playing = False
 
     def _after_cell(self, result: Any) -> None:
@@ -406,14 +414,23 @@ class Player:
             self._draw()
             self._poke()
 
+    def _let_the_engine_go(self) -> None:
+        """Listen no longer: what the engine does from now on is no part of this run. Its record can be played."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+            self.speed = self.speed or REPLAY_SPEED
+            self._draw()
+
     def _end(self) -> None:
         """All is done: the still takes the place of the widget. The record stays, and `show()` works."""
         self.playing = False
         self.done.set()
-        self._release()
+        self._let_the_engine_go()
+        self._unregister()
         output, self._output = self._output, None
         if output is not None:
-            output.freeze(self._shown_step())
+            output.freeze(self._shown_step(), self._how_to_show())
         elif self._shell is not None and not is_live():
             Output(self.dashboard).freeze()
         self._is_closed = True
@@ -432,10 +449,13 @@ class Player:
         self._end()
         self._poke()
 
-    def _release(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
+    def _how_to_show(self) -> str:
+        """The line below the still, with the name that the notebook has for this player, if it has one."""
+        names = [name for name, value in self._shell.user_ns.items() if value is self and not name.startswith("_")]
+        call = f"{names[0]}.show()" if names else "the player's show()"
+        return f"In a running notebook {call} brings the controls back."
+
+    def _unregister(self) -> None:
         if self._shell is not None:
             for name, callback in (("pre_run_cell", self._before_cell), ("post_run_cell", self._after_cell)):
                 with suppress(ValueError):

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.viz.recorder import Moment
-from nanovllm.viz.scene import NUM_HUES, Scene, hue_of
+from nanovllm.viz.scene import Scene, hue_of
 from nanovllm.viz.state import EngineState
 from nanovllm.viz.views import GAP, PAD, TITLE, Box, Swatch, View, draw_legend
 from nanovllm.viz.words import list_of, plural, pool_words, ranges
@@ -177,16 +177,12 @@ class BlockPoolView(View):
         y = box.y + 15
         if per_cell == 1:
             entries = [
-                Swatch("held (count)", fill="hue0"),
-                Swatch("prefix hit", fill="hue0", stroke="ink"),
+                Swatch("held (count)", fill="hues"),
+                Swatch("prefix hit", fill="hues", stroke="ink"),
                 Swatch("cached, free", fill="empty", stroke="line", hatch="hatch"),
                 Swatch("empty", fill="empty", stroke="line"),
                 Swatch("evicted", stroke="alarm", is_crossed=True),
             ]
-            x = draw_legend(scene, box.x, y, entries[:1])
-            for index in range(1, 4):  # the sample shows that each sequence has a colour of its own
-                scene.rects(box.x + 3 * index, y - 5, 3, 10, hue_of(index % NUM_HUES))
-            draw_legend(scene, x, y, entries[1:])
         else:
             entries = [
                 Swatch(f"held, {per_cell:,} blocks a cell", fill="held"),
@@ -194,4 +190,4 @@ class BlockPoolView(View):
                 Swatch("hit", fill="ink", shape=(12, 2)),
                 Swatch("evicted", fill="alarm", shape=(12, 2)),
             ]
-            draw_legend(scene, box.x, y, entries)
+        draw_legend(scene, box.x, y, entries)

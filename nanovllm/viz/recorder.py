@@ -57,17 +57,10 @@ class Moment:
 
     def ended(self) -> list[SequenceInfo]:
         """The sequences that ended in this step, with the blocks that they have just let go of."""
-        if self.record is None:
+        if self.record is None or self.state is None:
             return []
-        over = {finish.seq_id for finish in self.record.finished}
-        return [
-            SequenceInfo(
-                row.seq_id, "ended", row.num_tokens, row.num_tokens, row.num_computed_tokens + len(row.token_ids),
-                block_table=row.block_table,
-            )
-            for row in self.record.rows
-            if row.seq_id in over
-        ]  # fmt: skip
+        ran = {row.seq_id for row in self.record.rows}
+        return [info for info in self.state.ended if info.seq_id in ran]
 
     @property
     def totals(self) -> dict[str, float]:

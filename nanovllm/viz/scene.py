@@ -16,7 +16,8 @@ WIDTH = 960.0
 NUM_HUES = 8  # sequences beyond this share hues; their numbers tell them apart
 
 # name: (on a light page, on a dark page). Sequences take Paul Tol's "light" scheme, made for cells with dark text and
-# told apart by colour-blind readers; prefill, decode and preemption differ in lightness too, so they survive in grey.
+# told apart by colour-blind readers, but with its two greens further apart; prefill, decode and preemption differ in
+# lightness too, so they survive in grey.
 PALETTE: dict[str, tuple[str, str]] = {
     "ink": ("#1f2430", "#e8ebf0"),
     "muted": ("#59616e", "#a9b2bf"),
@@ -36,9 +37,9 @@ PALETTE: dict[str, tuple[str, str]] = {
     "hue2": ("#eedd88", "#eedd88"),
     "hue3": ("#44bb99", "#44bb99"),
     "hue4": ("#ffaabb", "#ffaabb"),
-    "hue5": ("#aaaa00", "#aaaa00"),
+    "hue5": ("#999900", "#999900"),
     "hue6": ("#99ddff", "#99ddff"),
-    "hue7": ("#bbcc33", "#bbcc33"),
+    "hue7": ("#ccdd44", "#ccdd44"),
 }
 COLOR = {name: index for index, name in enumerate(PALETTE)}
 NO_COLOR = 255

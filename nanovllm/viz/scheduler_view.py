@@ -161,13 +161,15 @@ class SchedulerView(View):
         if not num_rows:
             return
         pitch = min(16.0, box.h / num_rows)
-        every = max(1, int(np.ceil(12.0 / pitch)))
+        every = max(1, int(np.ceil(10.0 / pitch)))  # a name is 10 pixels high: from 26 rows on every other one has room
         named = np.arange(0, num_rows, every)
         draw_names(scene, box.x - GUTTER, box.y + (named + 0.5) * pitch, timeline.seq_ids[::every])
-        hidden = moment.history.num_sequences - num_rows
-        if hidden > 0 and self.last is None:
-            note = [f"{num_rows} of", f"{moment.history.num_sequences:,}", "sequences"]
-            scene.text(box.x + box.w + 8, box.y + np.array([8.0, 21.0, 34.0]), note, 9.5, color="muted")
+        note = []
+        if moment.history.num_sequences > num_rows and self.last is None:
+            note += [f"{num_rows} of", f"{moment.history.num_sequences:,}", "sequences"]
+        if every > 1:
+            note += ["every other", "row is named"]
+        scene.text(box.x + box.w + 8, box.y + 8 + 13.0 * np.arange(len(note)), note, 9.5, color="muted")
         if pitch >= 8:
             scene.rects(box.x, box.y + np.arange(1, num_rows + 1) * pitch - 0.25, box.w, 0.5, "line")
         bar = max(pitch - 3, pitch * 0.75)

@@ -19,10 +19,10 @@ NO_TOKEN = -1
 
 @dataclass(slots=True)
 class SequenceInfo:
-    """One unfinished sequence, as far as the events tell."""
+    """One sequence, as far as the events tell."""
 
     seq_id: int
-    status: str  # "waiting", "running" or "preempted"
+    status: str  # "waiting", "running", "preempted" or "ended"
     num_prompt_tokens: int
     num_tokens: int  # prompt and generated
     num_computed_tokens: int = 0
@@ -46,6 +46,7 @@ class EngineState:
     Arrays over the blocks: `ref_count`, `is_cached`, `owner` (the sequence that has held it longest, -1: nobody),
     `num_hits` (prefix hits on its present content), `hit_step` and `evict_step` (the last step in which that happened).
     `tokens` [num_blocks, block_size] holds the token in each slot, or is None for pools too large for that.
+    `ended` are the sequences that the newest step ended, as they were with the blocks that they have just let go of.
     `is_complete` is False while watching began in mid-run without a snapshot: blocks then show up when first touched.
     """
 
@@ -64,6 +65,7 @@ class EngineState:
         )
         self.holders: dict[int, list[int]] = {}  # of the held blocks, longest first
         self.sequences: dict[int, SequenceInfo] = {}
+        self.ended: list[SequenceInfo] = []
 
     @classmethod
     def of(cls, snapshot: EngineSnapshot) -> "EngineState":
@@ -138,8 +140,8 @@ class EngineState:
                 info.num_cached_tokens = 0
         for row in record.rows:
             self._fold_row(row)
-        for finish in record.finished:
-            sequences.pop(finish.seq_id, None)
+        over = [sequences.pop(finish.seq_id, None) for finish in record.finished]
+        self.ended = [replace(info, status="ended") for info in over if info is not None]
 
     def _fold_events(self, events: Iterable[BlockEvent], step: int) -> None:
         for kind, block_id, seq_id, ref_count in events:

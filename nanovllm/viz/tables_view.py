@@ -221,10 +221,10 @@ class BlockTablesView(View):
             scene.rects(x[new] + 1, y - 2, w - 2, 3, "ink", is_flash=True)
 
     def _paint_legend(self, scene: Scene, box: Box) -> None:
-        cached = Swatch("from the prefix cache", fill="hue0", stroke="ink")
+        cached = Swatch("from the prefix cache", fill="hues", stroke="ink")
         if self.tokens:
             entries = [
-                Swatch("prompt token", fill="hue0"),
+                Swatch("prompt token", fill="hues"),
                 Swatch("generated (bar below)", fill="decode", shape=(12, 3)),
                 Swatch("written in this step (bar above)", fill="ink", shape=(12, 3)),
                 cached,
@@ -232,7 +232,7 @@ class BlockTablesView(View):
             ]
         else:
             entries = [
-                Swatch("physical block", fill="hue0"),
+                Swatch("physical block", fill="hues"),
                 cached,
                 Swatch("not filled yet", fill="empty", stroke="line"),
             ]

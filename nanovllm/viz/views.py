@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from nanovllm.viz import still
 from nanovllm.viz.recorder import Decode, Moment, Recorder
-from nanovllm.viz.scene import WIDTH, Scene, clip, text_width
+from nanovllm.viz.scene import WIDTH, Scene, clip, hue_of, text_width
 from nanovllm.viz.words import NOTHING_YET, moment_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PAD, TITLE, GAP = 12.0, 28.0, 8.0
+PAD, TITLE, GAP, NOTE = 12.0, 28.0, 8.0, 26.0
 
 
 class Box(NamedTuple):
@@ -80,19 +82,24 @@ class View:
         scene.text(box.x + box.w - PAD, box.y + 15, summary, 10.5, color="muted", align="r")
         self.paint(scene, inner, moment)
 
-    def scene(self, step: int | None = None, since: int | None = None) -> Scene:
-        """The picture after `step` (by default now); what happened after step `since` stands out."""
+    def scene(self, step: int | None = None, since: int | None = None, note: str = "") -> Scene:
+        """The picture after `step` (by default now); what happened after step `since` stands out. note: a last line."""
         moment = self.recorder.moment(step, since)
-        scene = Scene(WIDTH, self.height(WIDTH, moment), label=moment_words(moment), tips=sequence_tips(moment))
-        self.draw(scene, Box(0, 0, WIDTH, scene.height), moment)
+        height = self.height(WIDTH, moment)
+        scene = Scene(WIDTH, height, label=moment_words(moment), tips=sequence_tips(moment))
+        self.draw(scene, Box(0, 0, WIDTH, height), moment)
+        if note:
+            scene.height += GAP + NOTE
+            scene.rects(0.5, height + GAP + 0.5, WIDTH - 1, NOTE - 1, "paper", stroke="line")
+            scene.text(PAD, height + GAP + NOTE / 2, note, 11)
         return scene
 
     def figure(self, step: int | None = None, theme: str = "light") -> Figure:
         """A matplotlib figure. `step` must be one that the recorder keeps whole."""
         return still.draw_figure(self.scene(step), theme)
 
-    def png(self, step: int | None = None, theme: str = "light") -> bytes:
-        return still.png(self.scene(step), theme)
+    def png(self, step: int | None = None, theme: str = "light", note: str = "") -> bytes:
+        return still.png(self.scene(step, note=note), theme)
 
     def text(self, step: int | None = None) -> str:
         """What the picture shows, in words and numbers."""
@@ -128,7 +135,7 @@ class Swatch(NamedTuple):
     """One entry of a legend: a small sample and what it means."""
 
     label: str
-    fill: str | None = None
+    fill: str | None = None  # "hues": what has the colour of its sequence, whichever that is
     stroke: str | None = None
     hatch: str | None = None
     shape: tuple[float, float] = (12.0, 10.0)  # width and height of the sample
@@ -141,7 +148,11 @@ def draw_legend(scene: Scene, x: float, y: float, entries: Iterable[Swatch]) -> 
         w, h = entry.shape
         left, top = x + (12 - w) / 2, y - h / 2
         width = 1.0 if entry.stroke == "line" else 2.0
-        scene.rects(left, top, w, h, entry.fill, stroke=entry.stroke, hatch=entry.hatch, line_width=width)
+        if entry.fill == "hues":
+            scene.rects(left + np.arange(4) * w / 4, top, w / 4, h, hue_of([0, 1, 2, 3]))
+        fill = None if entry.fill == "hues" else entry.fill
+        if fill or entry.stroke:
+            scene.rects(left, top, w, h, fill, stroke=entry.stroke, hatch=entry.hatch, line_width=width)
         if entry.is_crossed:
             scene.line([left, left + w, float("nan"), left, left + w], [top, top + h, 0, top + h, top], "alarm")
         scene.text(x + 17, y, entry.label, 10, color="muted")

@@ -35,6 +35,12 @@ def token_text(token_id: int | None, decode: Decode | None) -> str:
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
+def quoted(text: str) -> str:
+    """As Python does it: where commas are listed, a token that is a comma must be told from those between."""
+    mark = '"' if "'" in text else "'"
+    return f"{mark}{text}{mark}"
+
+
 def pool_words(state: EngineState) -> str:
     counts = state.counts()
     parts = [f"{counts.held:,} held ({counts.shared:,} shared)", f"{counts.cached_free:,} cached and free"]
@@ -49,11 +55,13 @@ def sequence_words(info: SequenceInfo, block_size: int) -> str:
         return f"{name} waits with {plural(info.num_prompt_tokens, 'prompt token')}"
     if info.status == "preempted":
         return f"{name} was preempted and waits to compute its {plural(info.num_tokens, 'token')} again"
+    cached = f", {info.num_cached_tokens} of them from the prefix cache," if info.num_cached_tokens else ""
     if info.status == "ended":
-        return f"{name} ended with {plural(info.num_computed_tokens, 'token')} in blocks {ranges(info.block_table)}"
+        tokens = plural(info.num_computed_tokens, "token")
+        return f"{name} ended with {tokens}{cached} in blocks {ranges(info.block_table)}"
     fill = info.num_computed_tokens - (len(info.block_table) - 1) * block_size
     table = ranges(info.block_table) or "none yet"
-    cached = f", {info.num_cached_tokens} of them from the prefix cache" if info.num_cached_tokens else ""
+    cached = cached.rstrip(",")
     text = f"{name} holds {plural(info.num_computed_tokens, 'token')}{cached}, in blocks {table}"
     return text + (f" (the last one {max(fill, 0)}/{block_size} full)" if info.block_table else "")
 
@@ -156,7 +164,8 @@ def list_of(names: Sequence[str], limit: int = 8) -> str:
 
 def row_words(row: StepRow, decode: Decode | None) -> str:
     start, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
-    sampled = "" if row.sampled_token_id is None else f" → {token_text(row.sampled_token_id, decode)}"
+    token = token_text(row.sampled_token_id, decode)
+    sampled = "" if row.sampled_token_id is None else f" → {quoted(token) if decode else token}"
     if not row.is_prefill:
         return f"s{row.seq_id} at {start}{sampled}"
     left = row.num_tokens - end

@@ -69,6 +69,11 @@ def test_every_control_by_mouse(lab: Lab) -> None:
         press("Play")
         until(notebook, "document.querySelector('.nv-status').textContent.startsWith('the end')")
         notebook.shot("player_end")
+        press("Play again")
+        until(notebook, f"{STEP} < 20")  # from the first step, and slowly enough to be seen
+        press("Pause")
+        notebook.page.fill(".nv-slider", "9999")
+        until(notebook, "document.querySelector('.nv-main').getAttribute('aria-label') === 'Play again'")
         notebook.page.click("text=Keep as picture")
         until(notebook, "document.querySelector('.jp-OutputArea img')")
         assert notebook.shown() == {"images": 1, "canvases": 0, "broken": 0}
@@ -130,6 +135,28 @@ def test_interrupting_pauses_and_play_goes_on(lab: Lab) -> None:
         click(notebook)("Play")
         until(notebook, f"{STEP} > {stopped}")
         assert notebook.complaints == []
+
+
+def test_the_controls_stay_until_a_cell_wants_the_engine(lab: Lab) -> None:
+    short = PLAYER.replace("params", "SamplingParams(max_tokens=12)").replace("paused=True", "speed=0")
+    write_notebook(lab.folder / "stays.ipynb", [TOY, short, "1 + 1", "player.finish()", "player.show()"])
+    with lab.open("stays.ipynb") as notebook:
+        notebook.run(0)
+        notebook.run(1)
+        until(notebook, "document.querySelector('.nv-status').textContent.startsWith('the end')")
+        notebook.run(2)
+        assert notebook.page.locator(".nv-main").is_enabled()
+        click(notebook)("One step back")
+        until(notebook, "!document.querySelector('.nv-status').textContent.startsWith('the end')")
+        notebook.run(3)
+        until(notebook, "document.querySelector('.jp-OutputArea img')")
+        notebook.shot("player_finished")
+        text = notebook.outputs()[1][0]["data"]["text/plain"]
+        assert "In a running notebook player.show() brings the controls back." in "".join(text)
+        assert notebook.shown() == {"images": 1, "canvases": 0, "broken": 0}
+        notebook.run(4)
+        until(notebook, "document.querySelector('.nv-main')?.getAttribute('aria-label') === 'Play again'")
+        assert notebook.shown() == {"images": 1, "canvases": 1, "broken": 0} and notebook.complaints == []
 
 
 def test_running_its_cell_again_leaves_one_player(lab: Lab) -> None:

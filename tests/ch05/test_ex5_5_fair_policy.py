@@ -59,7 +59,7 @@ class Counter:
             return got
         eldest, *others = self.newcomers()
         if self.overtaken[eldest.name] < FREELY and any(2 * seq.num_tokens <= eldest.num_tokens for seq in others):
-            rule = f"Short before long: {eldest!r} was overtaken {self.overtaken[eldest.name]} times only."
+            rule = f"Short before long: so far {self.overtaken[eldest.name]} have overtaken {eldest!r}."
             answer.require(got is not eldest, f"{got!r} ({got.num_tokens} tokens)", "somebody shorter", rule)
         for seq in self.newcomers():
             if seq.seq_id < got.seq_id:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm._html import MAX_ENTRIES, shorten, table
+from nanovllm._html import MAX_ENTRIES, plain, shorten, table
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -74,10 +74,23 @@ def test_a_step_record_shows_its_rows_as_a_table_and_says_how_many_there_are() -
     assert "… 64 in all" in words and words.count("ref_count") == 1 and MAX_ENTRIES < 64
 
 
+def test_texts_stand_without_quotes_and_enum_members_by_their_values() -> None:
+    assert Tables(SamplingParams()._repr_html_()).words.count("'") == 0
+    objects = engine_objects()
+    words = Tables(objects["Sequence"]._repr_html_()).words
+    assert words[words.index("status") + 1] == "running"
+    words = Tables(objects["StepRecord"]._repr_html_()).words
+    assert words[words.index("phase") + 1] in ("prefill", "decode", "mixed") and "allocate" in words
+    assert not any(
+        word.startswith(("'", "<")) for value in objects.values() for word in Tables(value._repr_html_()).words
+    )
+    assert plain("a\nb", 60) == repr("a\nb") and plain("", 60) == "''" and plain("x" * 80, 60) == "x" * 59 + "…"
+
+
 def test_text_is_escaped_and_long_values_are_cut() -> None:
     html = table("<b>", [("a<b", "<script>"), ("long", list(range(100)))])
     assert "<script>" not in html and "<b>" not in html
-    assert unescape("".join(Tables(html).words)).startswith("<b>a<b'<script>'long[0, 1")
+    assert unescape("".join(Tables(html).words)).startswith("<b>a<b<script>long[0, 1")
     assert shorten(list(range(100))).endswith("… 100 in all]") and len(shorten("x" * 500)) == 200
 
 

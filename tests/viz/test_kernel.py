@@ -101,19 +101,57 @@ def test_without_live_views_there_are_only_stills(kernel: Kernel) -> None:
 # -- Player
 
 
-def test_a_player_that_nobody_touches_plays_to_its_end_and_leaves_a_picture(kernel: Kernel) -> None:
+def printed(kernel: Kernel, what: str) -> str:
+    text: str = kernel.run(f"print({what})")[0]["text"]
+    return text.strip()
+
+
+def test_a_player_keeps_its_controls_at_its_end_and_lets_the_engine_go(kernel: Kernel) -> None:
     outputs = kernel.run("player = Player(llm, prompts, params)")
-    assert len(views(outputs)) == 1
-    kernel.wait(lambda: pictures(outputs))
-    (shown,) = kernel.run("len(player.texts), all(len(ids) == 30 for ids in player.token_ids), player.is_over")
-    assert shown["data"][TEXT] == "(8, True, True)"
+    kernel.wait(lambda: kernel.health()["hooks"] == 0)  # which runs other cells, too
+    assert len(views(outputs)) == 1 and not pictures(outputs)
+    last = printed(kernel, "player.cursor")
+    kernel.run("llm.generate(prompts, params)")  # no part of the player's run
+    state = "len(player.texts), all(len(ids) == 30 for ids in player.token_ids), player.is_over, player.cursor"
+    assert printed(kernel, state) == f"8 True True {last}" and len(views(outputs)) == 1
+    kernel.run("player._on_click({'do': 'back'})")
+    kernel.listen(0.3)
+    assert printed(kernel, "player.cursor") == str(int(last) - 1)
+    kernel.run("player.speed = 20; player._on_click({'do': 'seek', 'step': player.recorder.last_step})")
+    kernel.run("player._on_click({'do': 'play'})")
+    kernel.listen(0.5)
+    assert printed(kernel, "player.recorder.steps[0] < player.cursor < player.recorder.last_step") == "True"
+    kernel.run("player.finish()")
     assert len(pictures(outputs)) == 1 and not views(outputs) and is_clean(kernel)
+
+
+def test_the_picture_that_a_player_leaves_says_how_to_get_the_controls_back(kernel: Kernel) -> None:
+    outputs = kernel.run("mine = Player(llm, prompts, params, paused=True)")
+    kernel.run("mine.finish()")
+    (picture,) = pictures(outputs)
+    assert picture[TEXT].endswith("\nIn a running notebook mine.show() brings the controls back.")
+    again = kernel.run("mine.show()")
+    assert len(views(again)) == 1 and printed(kernel, "mine.is_over") == "True"
+    kernel.run("mine.close()")
+    outputs = kernel.run("Player(llm, prompts, params, paused=True).finish();")
+    (picture,) = pictures(outputs)
+    assert picture[TEXT].endswith("\nIn a running notebook the player's show() brings the controls back.")
+    assert is_clean(kernel)
+
+
+def test_running_the_cell_of_a_player_that_has_ended_leaves_one(kernel: Kernel) -> None:
+    for _ in range(3):
+        outputs = kernel.run("player = Player(llm, prompts, params)\nawait player.done.wait()")
+        assert len(views(outputs)) == 1 and kernel.health()["widgets"] == 2  # it and its layout
+    kernel.run("player.close()")
+    assert is_clean(kernel)
 
 
 def test_a_cell_can_wait_for_a_player(kernel: Kernel) -> None:
     outputs = kernel.run("player = Player(llm, prompts, params)\nawait player.done.wait()\nprint(player)")
-    assert outputs[-1]["text"].startswith("Player(the end, after ") and len(pictures(outputs)) == 1
-    assert is_clean(kernel)
+    assert outputs[-1]["text"].startswith("Player(the end, after ") and len(views(outputs)) == 1
+    kernel.run("player.close()")
+    assert len(pictures(outputs)) == 1 and is_clean(kernel)
 
 
 def test_a_player_run_again_replaces_its_forerunner(kernel: Kernel) -> None:
@@ -178,7 +216,13 @@ def test_finish_is_interrupted_at_a_steps_end_and_can_go_on(kernel: Kernel) -> N
 def test_a_recorded_run_plays_and_shows_again(kernel: Kernel) -> None:
     kernel.run("with live(llm) as view:\n    llm.generate(prompts, params)")
     outputs = kernel.run("replay = Player(view.recorder, speed=0)")
-    kernel.wait(lambda: pictures(outputs))
+    kernel.wait(lambda: printed(kernel, "replay.is_over") == "True")
+    assert len(views(outputs)) == 1 and not pictures(outputs)
+    kernel.run("replay.speed = 10; replay._on_click({'do': 'play'})")
+    kernel.listen(0.5)
+    assert printed(kernel, "replay.playing") == "True"  # another cell does not pause what needs no engine
+    kernel.run("replay.close()")
+    assert len(pictures(outputs)) == 1
     again = kernel.run("replay.show()")
     assert len(views(again)) == 1
     kernel.run("replay.seek(view.recorder.steps[4]); replay.close()")

@@ -223,6 +223,38 @@ def test_stepping_on_and_back_and_until_events() -> None:
     assert "the end" in repr(player)
 
 
+def test_at_its_end_a_player_plays_from_the_first_step_again() -> None:
+    player = Player(ToyEngine(), [1, 2, 3], SamplingParams(max_tokens=4), paused=True).finish()
+    last = player.cursor
+    assert player.is_over and last == 4
+    player.play()
+    assert player.playing and player.cursor == 1
+    player._take(None)
+    assert player.is_over and player.cursor == last and not player.playing
+    only = Player(ToyEngine(), [1, 2, 3], SamplingParams(max_tokens=1)).finish().play()
+    assert not only.playing and only.cursor == 1  # nothing to go through
+
+
+def test_a_recorded_run_has_a_pace_that_can_be_followed() -> None:
+    llm, recorder = ToyEngine(), Recorder()
+    with llm.observe(recorder):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    assert Player(llm).speed == 0 and Player(llm, speed=2).speed == 2
+    assert Player(recorder).speed == 16 and Player(recorder, speed=0).speed == 0
+
+
+@pytest.mark.parametrize(("speed", "are_all_drawn"), [(1, True), (4, True), (16, False), (0, False)])
+def test_at_a_slow_speed_each_step_is_drawn(speed: float, are_all_drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    player = Player(ToyEngine(), [1, 2, 3], SamplingParams(max_tokens=9), speed=speed)
+    monkeypatch.setattr(player.throttle, "is_due", lambda: False)
+    monkeypatch.setattr("nanovllm.viz.player.SLICE_SECONDS", 0.0001)
+    drawn: list[int] = []
+    monkeypatch.setattr(player, "_send", lambda since: drawn.append(player.cursor))
+    while player.playing:
+        player._play_slice()
+    assert drawn == ([*range(1, 10), 9] if are_all_drawn else [9])
+
+
 def test_a_player_generates_what_generate_does() -> None:
     prompts, params = prompts_like_chats(5), [SamplingParams(max_tokens=n) for n in (3, 9, 1, 20, 7)]
     player = Player(ToyEngine(), prompts, params, paused=True).finish()

@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 import struct
+from collections.abc import Callable
 from itertools import combinations
 
 import numpy as np
@@ -248,6 +250,41 @@ def test_the_step_log_says_who_why_and_which_blocks() -> None:
     assert lines and len(view._fitting(step_lines(recorder.records[-1]))) == 5
 
 
+def test_a_token_in_the_step_log_is_told_from_the_punctuation_around_it() -> None:
+    llm, recorder = ToyEngine(), Recorder()
+    recorder.attach(llm)
+    for _ in range(2):
+        llm.add_request([1, 2, 3], SamplingParams(max_tokens=3))
+    while not llm.is_finished():
+        llm.step()
+    (comma,) = (text for kind, text in step_lines(recorder.records[1], lambda token_id: ",") if kind == "row")
+    assert comma == "decode s0 at 3 → ',',  s1 at 3 → ','"
+    (quote, _) = (text for kind, text in step_lines(recorder.records[0], lambda token_id: "'") if kind == "row")
+    assert quote.endswith(""" → "'\"""")
+    (ids,) = (text for kind, text in step_lines(recorder.records[1]) if kind == "row")
+    assert re.fullmatch(r"decode s0 at 3 → \d+,  s1 at 3 → \d+", ids)
+
+
+@pytest.mark.parametrize(("num_rows", "num_named"), [(16, 16), (24, 24), (40, 20)])
+def test_the_timeline_names_its_rows_or_says_that_it_names_every_other(num_rows: int, num_named: int) -> None:
+    llm, recorder = ToyEngine(), Recorder()
+    recorder.attach(llm)
+    llm.generate(prompts_like_chats(num_rows), SamplingParams(max_tokens=3))
+    strings = [
+        string for item in SchedulerView(recorder).scene().items if isinstance(item, Texts) for string in item.strings
+    ]
+    assert len([string for string in strings if re.fullmatch(r"s\d+", string)]) == num_named
+    assert ("every other" in strings) is (num_named < num_rows)
+
+
+@pytest.mark.parametrize(
+    "view", [BlockPoolView, BlockTablesView, lambda recorder: BlockTablesView(recorder, tokens=True)]
+)
+def test_a_legend_shows_that_each_sequence_has_a_colour_of_its_own(view: Callable[[Recorder], View]) -> None:
+    samples = [item for item in cells(view(watched(5, 2)[0])) if item.tags is None and len(set(item.fill.tolist())) > 1]
+    assert samples and all(item.fill.tolist() == [hue(i) for i in range(4)] for item in samples)
+
+
 def test_sequences_that_end_are_shown_once_more() -> None:
     llm, recorder = ToyEngine(), Recorder()
     recorder.attach(llm)
@@ -256,6 +293,29 @@ def test_sequences_that_end_are_shown_once_more() -> None:
         llm.step()
     assert "s0 ended with 7 tokens in blocks 0–1" in BlockTablesView(recorder).text()
     assert ThroughputView(recorder).text().startswith("Throughput after step 2: 2 steps")
+
+
+def marks(view: View, step: int | None = None) -> dict[str, int]:
+    """How many bars of generated tokens and frames of prefix hits there are, the legend's two aside."""
+    names, shown = list(PALETTE), cells(view, step)
+    bars = [i for i in shown if i.fill[0] != NO_COLOR and names[i.fill[0]] == "decode"]
+    frames = [i for i in shown if i.stroke != NO_COLOR and names[i.stroke] == "ink"]
+    return {kind: sum(len(i.xywh) for i in some) - 1 for kind, some in (("generated", bars), ("found", frames))}
+
+
+def test_a_sequence_that_has_ended_keeps_its_marks() -> None:
+    """Blocks of 4: the first one of a prompt of 6 is found again; 3 of 4 generated tokens got a slot."""
+    llm, recorder = ToyEngine(), Recorder()
+    recorder.attach(llm)
+    for _ in range(2):
+        llm.add_request([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=4))
+        while not llm.is_finished():
+            llm.step()
+    view = BlockTablesView(recorder, tokens=True)
+    assert marks(view) == {"generated": 3, "found": 1}
+    assert marks(view, recorder.last_step - 1) == {"generated": 2, "found": 1}  # the step before: it still runs
+    assert marks(BlockTablesView(recorder))["found"] == 1
+    assert "s1 ended with 9 tokens, 4 of them from the prefix cache, in blocks 0, 2–3" in view.text()
 
 
 def test_the_token_view_is_as_high_as_the_fullest_step_wanted() -> None:
@@ -321,6 +381,7 @@ def test_phases_and_neighbouring_sequences_differ_for_colour_blind_readers(blind
     pairs = list(combinations(("prefill", "decode", "alarm"), 2)) + [(f"hue{i}", f"hue{(i + 1) % 8}") for i in range(8)]
     for one, two in pairs:
         assert np.linalg.norm(seen(one) - seen(two)) > 0.12, (one, two)
+    assert np.linalg.norm(seen("hue5") - seen("hue7")) > 0.4  # the two greens, for whoever sees what
 
 
 def test_stills_come_in_two_themes_and_show_the_same() -> None:
