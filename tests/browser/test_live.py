@@ -15,7 +15,7 @@ TOY = """
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.viz import *
 from tests.viz.toy import ToyEngine, prompts_like_chats
-llm = ToyEngine(step_seconds=0.02, num_kvcache_blocks=96)
+llm = ToyEngine(step_seconds=0.04, num_kvcache_blocks=96)
 prompts, params = prompts_like_chats(12), SamplingParams(max_tokens=60)
 panels = ("pool", "tables", "scheduler", "throughput", "steps", "tokens")
 """
@@ -111,7 +111,8 @@ def test_the_file_converts_to_html_with_its_picture(lab: Lab, tmp_path: Path) ->
 
 
 def test_interrupt_and_run_again(lab: Lab) -> None:
-    write_notebook(lab.folder / "stop.ipynb", [TOY, LIVE])
+    long = TOY.replace("max_tokens=60", "max_tokens=2000")  # a busy browser may take seconds to draw the first picture
+    write_notebook(lab.folder / "stop.ipynb", [long, LIVE, "params = SamplingParams(max_tokens=20)"])
     with lab.open("stop.ipynb") as notebook:
         notebook.run(0)
         for _ in range(2):
@@ -124,6 +125,7 @@ def test_interrupt_and_run_again(lab: Lab) -> None:
             kinds = [output["output_type"] for output in notebook.outputs()[1]]
             assert kinds == ["display_data", "error"]
         notebook.shot("live_interrupted")
+        notebook.run(2)
         notebook.run(1)
         assert [output["output_type"] for output in notebook.outputs()[1]] == ["display_data"]
         assert notebook.complaints == []
