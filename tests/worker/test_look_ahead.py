@@ -62,14 +62,20 @@ def decoding(num_tokens: int, block_table: tuple[int, ...]) -> Sequence:
     return seq
 
 
-@pytest.mark.parametrize("change", ["rows", "others", "order", "progress", "tokens", "blocks", "nothing"])
-def test_whatever_is_not_as_expected_is_prepared_anew(change: str) -> None:
-    builder, seqs = InputBatchBuilder(), [decoding(5, (3, 1)), decoding(7, (2, 6))]
-    builder.build(seqs)
+def one_step_on(*seqs: Sequence) -> tuple[InputBatchBuilder, list[Sequence]]:
+    """A builder that expects these rows to decode once more, and the rows as they come to it then."""
+    builder = InputBatchBuilder()
+    builder.build(list(seqs))
     builder.look_ahead()
     for seq in seqs:
         seq.num_computed_tokens += 1
         seq.append_token(9)
+    return builder, list(seqs)
+
+
+@pytest.mark.parametrize("change", ["rows", "others", "order", "progress", "tokens", "blocks", "nothing"])
+def test_whatever_is_not_as_expected_is_prepared_anew(change: str) -> None:
+    builder, seqs = one_step_on(decoding(5, (3, 1)), decoding(7, (2, 6)))
     if change == "rows":
         seqs = seqs[:1]
     elif change == "others":  # which are as far as the first ones would be
@@ -90,12 +96,7 @@ def test_whatever_is_not_as_expected_is_prepared_anew(change: str) -> None:
 
 @pytest.mark.parametrize("table", [(3, 1, 7), (3, 9, 7)])
 def test_a_row_that_enters_a_block_keeps_the_others(table: tuple[int, ...]) -> None:
-    builder, seqs = InputBatchBuilder(), [decoding(8, (3, 1)), decoding(7, (2, 6))]
-    builder.build(seqs)
-    builder.look_ahead()
-    for seq in seqs:
-        seq.num_computed_tokens += 1
-        seq.append_token(9)
+    builder, seqs = one_step_on(decoding(8, (3, 1)), decoding(7, (2, 6)))
     seqs[0].block_table = table
     assert (builder.continue_decode(seqs) is None) == (table[:2] != (3, 1))
     assert_equal(builder.build(seqs), InputBatchBuilder().build(seqs))
