@@ -49,7 +49,8 @@ demo: model
 	@$(BIN)/python -m nanovllm demo
 
 lab: model
-	@$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/00_start_here.ipynb
+	@$(BIN)/python -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) \
+		--ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
 
 test: model
 	$(PYTEST) -m "not slow" $(TESTS)
