@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -20,14 +21,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_first_notebook_is_named_and_the_exercises_can_be_reached(tmp_path: Path) -> None:
-    recipe = subprocess.check_output(["make", "-n", "-o", "model", "lab"], cwd=ROOT, text=True)
+    # Below `make test` make would also say which directory it enters.
+    command = ["make", "--no-print-directory", "-n", "-o", "model", "lab"]
+    recipe = subprocess.check_output(command, cwd=ROOT, text=True)
     assert "/lab/tree/notebooks/00_start_here.ipynb" in recipe
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     own = {name: str(tmp_path) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")}
-    command = f"exec {recipe.strip()} --no-browser --ServerApp.port={port} --ServerApp.port_retries=0"
     server = subprocess.Popen(
-        command, shell=True, cwd=ROOT, env=os.environ | own | {"JUPYTER_TOKEN": "secret"}, start_new_session=True,
+        f"exec {recipe.strip()} --no-browser --ServerApp.port={port} --ServerApp.port_retries=0", shell=True,
+        cwd=ROOT, env=os.environ | own | {"JUPYTER_TOKEN": "secret"}, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -47,5 +50,6 @@ def test_the_first_notebook_is_named_and_the_exercises_can_be_reached(tmp_path: 
         for path in ("notebooks/00_start_here.ipynb", "exercises/ch02_config_and_generate.py", "nanovllm/llm.py"):
             assert contents(path)["path"] == path
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it ended by itself
+            os.killpg(server.pid, signal.SIGKILL)
         server.wait()
