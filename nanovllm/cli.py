@@ -4,6 +4,7 @@ Each command lives in a module of its own, which is imported when the command is
 `nanovllm model list` need not load torch.
 """
 
+import argparse
 import errno
 import sys
 from collections.abc import Callable
@@ -30,6 +31,13 @@ COMMANDS = {
     "update": ("nanovllm.workbook.cli:update_command", "take over a newer workbook and keep your answers"),
     "bench": ("nanovllm.bench", "measure the engine"),
 }
+
+
+def positive(text: str) -> int:
+    """An option's whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def usage() -> str:

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from nanovllm.cli import positive
 from nanovllm.llm import LLM
 from nanovllm.paths import default_model_path
 
@@ -44,7 +45,7 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     options.add_argument("--backend", default="auto", help="attention backend: auto, flash, triton or torch")
     options.add_argument("--device", default="auto")
     options.add_argument("--dtype", default="auto")
-    options.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    options.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks")
     options.add_argument("--eager", action="store_true", help="no CUDA graphs")
     options.add_argument("--no-fuse", action="store_true", help="plain layers instead of the fused kernels")
     options.add_argument("--label", default="", help="a word for the JSON line")

@@ -8,6 +8,7 @@ from time import perf_counter
 import torch
 
 from nanovllm.bench.common import StepClock, engine, medians, parser, report, step_bytes
+from nanovllm.cli import positive
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -46,16 +47,18 @@ def time_steps(llm: LLM, count: int) -> list[float]:
 def main(argv: list[str]) -> None:
     """Fill the cache by prefill, then time decode steps around the wanted context."""
     options = parser("decode", __doc__ or "")
-    options.add_argument("--rows", type=int, default=256)
-    options.add_argument("--context", type=int, default=585)
-    options.add_argument("--steps", type=int, default=48)
+    options.add_argument("--rows", type=positive, default=256)
+    options.add_argument("--context", type=positive, default=585)
+    options.add_argument("--steps", type=positive, default=48)
     args = options.parse_args(argv)
+    quarter = max(args.steps // 4, 1)
+    length = args.context - quarter
+    if length < 1:
+        options.error(f"--context must exceed a quarter of --steps, which is {quarter}")
     random = Random(0)
     longest = args.context + args.steps + 8
     with engine(args, max_model_len=max(4096, longest), max_num_seqs=args.rows) as (llm, facts):
         vocab = min(llm.model_runner.vocab_size - 1, 10000)
-        quarter = max(args.steps // 4, 1)
-        length = args.context - quarter
         for _ in range(args.rows):
             prompt = [random.randint(0, vocab) for _ in range(length)]
             llm.add_request(prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=args.steps + 8))

@@ -4,16 +4,19 @@ from random import Random
 from statistics import median
 
 from nanovllm.bench.common import StepClock, engine, medians, parser, report, step_bytes
+from nanovllm.cli import positive
 from nanovllm.sampling_params import SamplingParams
 
 
 def main(argv: list[str]) -> None:
     """Time whole calls of `generate`: prompts of one length, outputs of one length, a batch at a time."""
     options = parser("latency", __doc__ or "")
-    options.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    options.add_argument("--input", type=int, default=128, help="prompt ids")
-    options.add_argument("--output", type=int, default=256, help="generated ids")
+    options.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 64])
+    options.add_argument("--input", type=positive, default=128, help="prompt ids")
+    options.add_argument("--output", type=positive, default=256, help="generated ids")
     args = options.parse_args(argv)
+    if args.output < 2:
+        options.error("--output must be at least 2: the first id comes from the prefill")
     random = Random(0)
     with engine(args, max_model_len=4096) as (llm, facts):
         clock = StepClock(llm)

@@ -4,6 +4,7 @@ from random import Random
 from time import perf_counter
 
 from nanovllm.bench.common import StepClock, engine, parser, report, step_bytes
+from nanovllm.cli import positive
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -18,9 +19,9 @@ def workload(num_seqs: int, longest: int, vocab: int = 10000) -> tuple[list[list
 def main(argv: list[str]) -> None:
     """Time `generate` on the workload: the first run after construction, and repeats with a warm prefix cache."""
     options = parser("throughput", __doc__ or "")
-    options.add_argument("--num-seqs", type=int, default=256)
-    options.add_argument("--longest", type=int, default=1024, help="longest prompt and longest output")
-    options.add_argument("--runs", type=int, default=1, help="runs after construction, each reported")
+    options.add_argument("--num-seqs", type=positive, default=256)
+    options.add_argument("--longest", type=positive, default=1024, help="longest prompt and longest output")
+    options.add_argument("--runs", type=positive, default=1, help="runs after construction, each reported")
     options.add_argument("--split", action="store_true", help="time the parts of each step (costs some speed)")
     args = options.parse_args(argv)
     prompts, params = workload(args.num_seqs, args.longest)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from nanovllm.cli import positive
 from nanovllm.workbook.checking import check
 from nanovllm.workbook.classroom import (
     ClassOptions,
@@ -94,13 +95,6 @@ def update_command(argv: list[str]) -> int:
     argparse.ArgumentParser(prog="nanovllm update", description=update_command.__doc__).parse_args(argv)
     print(update())
     return 0
-
-
-def positive(text: str) -> int:
-    """An option's whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def grade_command(argv: list[str]) -> int:

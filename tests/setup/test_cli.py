@@ -43,6 +43,24 @@ def test_every_bench_has_help_under_its_own_name(name: str, capsys: pytest.Captu
     assert stopped.value.code == 0 and capsys.readouterr().out.startswith(f"usage: nanovllm bench {name} ")
 
 
+@pytest.mark.parametrize(
+    "arguments, says",
+    (
+        ("throughput --num-seqs 0", "--num-seqs: must be a whole number of at least 1, got '0'"),
+        ("latency --batch 8 -1", "--batch: must be a whole number of at least 1, got '-1'"),
+        ("latency --output 1", "--output must be at least 2"),
+        ("decode --tp 0", "--tp: must be a whole number of at least 1, got '0'"),
+        ("decode --context 25 --steps 100", "--context must exceed a quarter of --steps, which is 25"),
+        ("cpu --repeats 0", "--repeats: must be a whole number of at least 1, got '0'"),
+        ("viz --tokens 1.5", "--tokens: must be a whole number of at least 1, got '1.5'"),
+    ),
+)
+def test_a_bench_refuses_what_it_cannot_measure(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", *arguments.split()])
+    assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
 def test_every_command_has_help(command: str) -> None:
     result = subprocess.run(
