@@ -558,7 +558,20 @@ def start_ranks(config: Config, parts: Parts) -> RankLink:
         parts.portable()
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    keep_stderr_open()
     return RankGroup(config, parts)
+
+
+def keep_stderr_open() -> None:
+    """Let the ranks inherit a file number 2, also where the caller has closed its stderr (`2>&-`).
+
+    Otherwise the first pipe that a rank opens gets this number, and is lost when its stderr is put there.
+    """
+    try:
+        os.fstat(2)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.set_inheritable(2, True)
 
 
 def main_script() -> str:

@@ -107,6 +107,20 @@ if __name__ == "__main__":
     assert not is_running(int(out.split()[0]))
 
 
+def test_a_script_whose_stderr_is_closed(
+    tmp_path: Path, tiny_model_dir: Path, running: list[subprocess.Popen[str]]
+) -> None:
+    body = """
+import os
+if __name__ == "__main__":
+    os.close(2)
+    print(tokens(engine()))
+"""
+    process = start(running, write_script(tmp_path, tiny_model_dir, body))
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err, out.count(",")) == (0, "", 3)
+
+
 def test_a_forked_copy_leaves_the_ranks_alone(
     tiny_model_dir: Path, tmp_path: Path, running: list[subprocess.Popen[str]]
 ) -> None:
