@@ -111,12 +111,11 @@ def test_a_script_whose_stderr_is_closed(
     tmp_path: Path, tiny_model_dir: Path, running: list[subprocess.Popen[str]]
 ) -> None:
     body = """
-import os
 if __name__ == "__main__":
-    os.close(2)
     print(tokens(engine()))
 """
-    process = start(running, write_script(tmp_path, tiny_model_dir, body))
+    close_and_run = "import os, sys; os.close(2); os.execv(sys.executable, [sys.executable, sys.argv[1]])"
+    process = start(running, "-c", close_and_run, write_script(tmp_path, tiny_model_dir, body))
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err, out.count(",")) == (0, "", 3)
 
