@@ -48,7 +48,10 @@ def load_object(spec: str) -> Any:
         except BaseException:
             del sys.modules[module_name]
             raise
-    return reduce(getattr, name.split("."), module)
+    try:
+        return reduce(getattr, name.split("."), module)
+    except AttributeError as error:
+        raise AttributeError(f"{path} has no {name!r}", name=error.name) from error
 
 
 def are_shipped(*methods: Any) -> bool:
@@ -64,6 +67,9 @@ class Parts:
 
     def __init__(self, replacements: Mapping[str, Any] | None = None) -> None:
         self.replacements: dict[str, Any] = dict(replacements or {})
+        for name in self.replacements:
+            if not isinstance(name, str):
+                raise ConfigError(f'a part is named by text, such as "Sampler" or "BlockManager.free"; got {name!r}')
 
     def __bool__(self) -> bool:
         return bool(self.replacements)

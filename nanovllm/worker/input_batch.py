@@ -225,6 +225,18 @@ def check_arrays(arrays: BatchArrays, vocab_size: int, max_position: int, num_bl
         raise IndexError(f"num_decodes is {arrays.num_decodes}; the step has {rows} rows and {tokens} tokens")
 
 
+def check_token_ids(token_ids: Any, size: int, vocab_size: int) -> None:
+    """Raise `TypeError`, `ValueError` or `IndexError` unless these are `size` sampled ids: see `check_arrays`."""
+    if not isinstance(token_ids, Tensor) or token_ids.is_floating_point() or token_ids.dtype == torch.bool:
+        kind = token_ids.dtype if isinstance(token_ids, Tensor) else type(token_ids).__name__
+        raise TypeError(f"the sampler must return a tensor of integers, got {kind}")
+    if tuple(token_ids.shape) != (size,):
+        raise ValueError(f"the sampler returned ids of shape {list(token_ids.shape)}; these logits need [{size}]")
+    outside = token_ids[(token_ids < 0) | (token_ids >= vocab_size)].tolist()
+    if outside:
+        raise IndexError(f"the sampler returned {outside[0]}; token ids are 0 to {vocab_size - 1}")
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class InputBatch:
     """The tensors of one step on the device; the argument of everything that follows. Nothing changes it.
@@ -246,7 +258,7 @@ class InputBatch:
         """Copy a step to `device`; on a CPU the tensors share the arrays' memory."""
 
         def put(array: NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
         return cls(
             input_ids=put(arrays.input_ids),

@@ -78,10 +78,13 @@ def allocate_kv_cache(
     by page as they are touched (`calloc`), so a large pool costs memory only where it is used.
     """
     shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     remedy = "lower num_kvcache_blocks, kvcache_block_size, max_model_len or kv_cache_memory"
+    if device.type != "cpu":
+        try:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryBudgetError(f"this GPU cannot give {size:,} bytes for the KV pool; {remedy}") from error
     require_memory(size, f"a KV pool of {num_blocks} blocks of {block_size} tokens", remedy)
     try:
         memory = np.zeros(size, np.uint8)

@@ -17,13 +17,14 @@ from nanovllm.attention import AttentionBackend, select_backend
 from nanovllm.config import Config
 from nanovllm.engine.parts import Parts
 from nanovllm.engine.sequence import Sequence
+from nanovllm.errors import ConfigError, MemoryBudgetError
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import build_model, load_model, prepare_for_device
 from nanovllm.models.fuse import install_fused
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.worker.cuda_graphs import DecodeGraphs, StepInputs
 from nanovllm.worker.device import select_device, select_dtype
-from nanovllm.worker.input_batch import BatchArrays, InputBatch, InputBatchBuilder, check_arrays
+from nanovllm.worker.input_batch import BatchArrays, InputBatch, InputBatchBuilder, check_arrays, check_token_ids
 from nanovllm.worker.kv_cache import KVCacheSizer, allocate_kv_cache
 from nanovllm.worker.link import RankLink
 
@@ -56,8 +57,11 @@ class ModelRunner:
         self.generator.seed() if config.seed is None else self.generator.manual_seed(config.seed)
         if config.prefill_chunk is None and self.device.type == "cpu":
             config.prefill_chunk = CPU_PREFILL_CHUNK
-        if self.device.type == "cuda" and config.compile is not False and self.attention.capturable:
-            install_fused(self.model, self.sampler)  # a backend that captures is one in Triton, so Triton is here
+        if self.device.type == "cuda" and config.compile is not False:
+            if self.attention.capturable:
+                install_fused(self.model, self.sampler)  # a backend that captures is one in Triton, so Triton is here
+            elif config.compile:
+                raise ConfigError(f"compile=True: the {self.attention.name} backend has no fused kernels; leave it out")
         self.kv_cache = self._allocate_kv_cache(parts)
         self.graphs = self._capture_graphs(parts)
 
@@ -104,7 +108,8 @@ class ModelRunner:
         """Run the largest prefill and some decodes, so that the peak of memory is known and all kernels are compiled.
 
         The largest prefill has as many tokens *and* as many rows as a step can have: 512 rows that share 16,384 tokens
-        compute 32 each, and 512 rows of logits. All rows write to the same blocks, for only sizes matter here.
+        compute 32 each, and 512 rows of logits. All rows write to one and the same block, for only sizes matter here
+        and what this cache takes would count as what a step needs.
         """
         config, block_size = self.config, self.config.kvcache_block_size
         torch.cuda.empty_cache()
@@ -112,7 +117,7 @@ class ModelRunner:
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         length = min(config.max_num_batched_tokens // rows, config.max_model_len)
         longest = min(config.max_num_batched_tokens, config.max_model_len)
-        cache = self._new_cache(-(-max(longest, 2) // block_size))
+        cache = self._new_cache(1)
         decodes = [1 << n for n in range(rows.bit_length())]
         # (rows, context, how much of it is new): the prefill with the most rows, the longest one, and decodes.
         for num_seqs, context, num_new in [
@@ -123,7 +128,7 @@ class ModelRunner:
             seqs = []
             for _ in range(num_seqs):
                 seq = Sequence([0] * context, block_size=block_size)
-                seq.block_table = tuple(range(-(-context // block_size)))
+                seq.block_table = (0,) * -(-context // block_size)
                 seq.num_computed_tokens, seq.num_scheduled_tokens = context - num_new, num_new
                 seqs.append(seq)
             batch = InputBatch.from_arrays(self.builder.build(seqs), self.device)
@@ -147,8 +152,14 @@ class ModelRunner:
             return None
         max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         rows = config.max_num_seqs if on_gpu else min(config.max_num_seqs, MAX_RECORDED_ON_CPU)
-        inputs = parts.resolve(StepInputs)(graphs.graph_sizes(rows)[-1], max_blocks, self.device)
-        return graphs(self._decode_logits, rows, inputs)
+        try:
+            inputs = parts.resolve(StepInputs)(graphs.graph_sizes(rows)[-1], max_blocks, self.device)
+            return graphs(self._decode_logits, rows, inputs)
+        except torch.OutOfMemoryError as error:
+            raise MemoryBudgetError(
+                "this GPU has too little memory left for CUDA graphs; lower gpu_memory_utilization or max_num_seqs, "
+                "or do without them: enforce_eager=True"
+            ) from error
 
     def _decode_logits(self, batch: InputBatch) -> Tensor | None:
         """Logits of all rows of a decode step, one query each."""
@@ -217,6 +228,8 @@ class ModelRunner:
         """Token ids [S]. A sampler whose forward names `params` also gets the rows' SamplingParams."""
         options = {"params": self._sampled_params} if self._sampler_wants_params else {}
         token_ids: Tensor = self.sampler(logits, temperatures, self.generator, needs_noise, **options)
+        if self._has_parts:
+            check_token_ids(token_ids, len(logits), self.vocab_size)
         return token_ids
 
     def exit(self) -> None:

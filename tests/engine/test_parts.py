@@ -16,6 +16,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.parts import Parts, active_parts, are_shipped, load_object
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.errors import ConfigError
 
 
 def test_a_file_that_fails_fails_again(tmp_path: Path) -> None:
@@ -27,6 +28,15 @@ def test_a_file_that_fails_fails_again(tmp_path: Path) -> None:
             load_object(f"{path}::blocks_needed")
     path.write_text(path.read_text().replace("1 / 0", ""))
     assert load_object(f"{path}::blocks_needed")(8, 4) == 3
+
+
+def test_what_no_part_can_be_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "answer.py"
+    path.write_text("class Sampler:\n    pass\n")
+    with pytest.raises(ConfigError, match='named by text, such as "Sampler".*got <class'):
+        Parts({Sequence: Sequence})  # type: ignore[dict-item]
+    with pytest.raises(AttributeError, match="answer.py has no 'Sampler.forwards'"):
+        Parts({"Sampler": f"{path}::Sampler.forwards"}).get("Sampler", None)
 
 
 def test_a_function_in_the_place_of_a_static_method_is_given_no_self() -> None:

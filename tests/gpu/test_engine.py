@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.parts import Parts
 from nanovllm.errors import MemoryBudgetError
 from nanovllm.worker.cuda_graphs import DecodeGraphs
+from nanovllm.worker.model_runner import ModelRunner
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [
@@ -137,6 +139,26 @@ def test_the_pool_fills_the_memory_and_a_second_engine_sees_what_is_left(tiny_mo
             assert done[0] == done[1]
 
 
+def test_graphs_share_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 19 of them together take what the largest does: with a vocabulary of 150,000 each has logits of its own."""
+    folder, rows, vocab = make_tiny_model(tmp_path, "qwen3", vocab_size=150_000), 128, 150_000
+    capture, grown = ModelRunner._capture_graphs, []
+
+    def measured(self: ModelRunner, parts: Parts) -> DecodeGraphs | None:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        graphs = capture(self, parts)
+        grown.append(torch.cuda.memory_reserved() - before)
+        return graphs
+
+    monkeypatch.setattr(ModelRunner, "_capture_graphs", measured)
+    options: dict[str, Any] = {**SMALL, "dtype": "float32", "attention_backend": "triton", "max_num_seqs": rows}
+    with LLM(str(folder), **options) as llm:
+        assert llm.model_runner.graphs is not None and len(llm.model_runner.graphs.sizes) == 19
+    table = rows * vocab * 4
+    assert grown[0] < 3.5 * table, f"{grown[0] / table:.1f} tables of logits"  # the 19 by themselves: 8.6
+
+
 def test_steps_that_sample_nothing_keep_their_inputs(tiny_model_dir: Path) -> None:
     """Nobody waits for such a step, so the next one comes while the GPU has yet to fetch what this one is to read."""
     options = {**SMALL, "dtype": "float32", "attention_backend": "triton", "max_num_seqs": 8, "prefill_chunk": 1}
@@ -150,7 +172,6 @@ def test_steps_that_sample_nothing_keep_their_inputs(tiny_model_dir: Path) -> No
 
 
 def test_a_sampler_of_ones_own_runs_behind_the_graph(tiny_model_dir: Path) -> None:
-    from nanovllm.engine.parts import Parts
 
     class Least(torch.nn.Module):
         def forward(self, logits, temperatures, generator=None, needs_noise=True):  # type: ignore[no-untyped-def]

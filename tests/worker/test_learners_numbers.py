@@ -61,8 +61,9 @@ def in_prefill(**changes: Any) -> dict[str, Any]:
     return {"InputBatchBuilder.prepare_prefill": with_arrays(prepare_prefill, **changes)}
 
 
-def far_tokens(self: Sampler, *args: Any) -> Any:
-    return sampler_forward(self, *args) + FAR
+def sampled(change: Any) -> dict[str, Any]:
+    """A sampler whose result is changed by a function."""
+    return {"Sampler.forward": lambda self, *args: change(sampler_forward(self, *args))}
 
 
 def far_slots(self: Sequence, start: int, stop: int) -> list[int]:
@@ -87,7 +88,15 @@ def far_slots(self: Sequence, start: int, stop: int) -> list[int]:
         (in_prefill(cu_seqlens_q=lambda a: a + 1), IndexError, r"cu_seqlens_q\[2\] is 8; it must be 0 to 7"),
         (in_prefill(logits_indices=lambda a: a + 1), IndexError, r"logits_indices\[1\] is 7; it must be 0 to 6"),
         ({"Sequence.slot_mapping": far_slots}, IndexError, "slot_mapping"),
-        ({"Sampler.forward": far_tokens}, IndexError, "input_ids"),
+        (sampled(lambda ids: ids + FAR), IndexError, "the sampler returned 10000.*; token ids are 0 to 299"),
+        (sampled(lambda ids: -1 - ids), IndexError, "the sampler returned -"),
+        (sampled(lambda ids: ids[:-1]), ValueError, r"ids of shape \[1\]; these logits need \[2\]"),
+        (sampled(lambda ids: ids.repeat(2)), ValueError, r"ids of shape \[4\]"),
+        (sampled(lambda ids: ids[:, None]), ValueError, r"ids of shape \[2, 1\]"),
+        (sampled(lambda ids: ids.float()), TypeError, "must return a tensor of integers, got torch.float32"),
+        (sampled(lambda ids: ids > 0), TypeError, "integers, got torch.bool"),
+        (sampled(lambda ids: ids.tolist()), TypeError, "integers, got list"),
+        (sampled(lambda ids: None), TypeError, "integers, got NoneType"),
     ],
 )
 def test_a_number_that_leads_outside_is_named(folder: Path, parts: dict[str, Any], error: Any, words: str) -> None:
@@ -103,8 +112,16 @@ def test_right_parts_change_nothing(folder: Path) -> None:
     def padded(tables: Any) -> Any:
         return np.pad(tables, ((0, 0), (0, 3)), constant_values=-FAR)
 
+    def column(values: Any) -> Any:
+        """The same values as a column of a larger array: kernels read what lies behind the first."""
+        return np.stack([values, values + 1, values + 2], 1)[:, 0]
+
+    columns = dict.fromkeys(("input_ids", "positions", "slot_mapping", "context_lens"), column)
     with engine(folder, {}) as llm:
         expected = generate(llm)
-    for parts in (in_decode(block_tables=padded), in_prefill(block_tables=padded)):
+    for parts in (
+        in_decode(block_tables=padded), in_prefill(block_tables=padded), in_decode(**columns), in_prefill(**columns),
+        in_decode(block_tables=np.asfortranarray), sampled(lambda ids: ids.int()),
+    ):  # fmt: skip
         with engine(folder, parts) as llm:
             assert generate(llm) == expected

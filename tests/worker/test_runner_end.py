@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from nanovllm.engine.parts import Parts
+from nanovllm.errors import MemoryBudgetError
+from nanovllm.worker.kv_cache import allocate_kv_cache
 from nanovllm.worker.model_runner import ModelRunner
 
 
@@ -58,6 +60,15 @@ def test_one_that_was_never_built_has_nothing(calls: list[str]) -> None:
     del made
     gc.collect()
     assert calls == []
+
+
+def test_a_pool_that_a_gpu_cannot_give_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", too_large)
+    with pytest.raises(MemoryBudgetError, match=r"32,768 bytes for the KV pool; lower num_kvcache_blocks"):
+        allocate_kv_cache(2, 16, 16, 2, 4, torch.float32, torch.device("meta"))
 
 
 def test_the_pool_is_as_large_as_the_smallest_of_all_ranks() -> None:
