@@ -526,14 +526,16 @@ class WorkerLink(JointLink):
                 self.collectives.leave()
 
 
-def disown_ranks() -> None:
-    """In a forked copy of the caller's process: they are not its children, and it must not end them with itself."""
+def begin_forked_copy() -> None:
+    """In a forked copy of the caller's process: the ranks are not its children, and it must not end them with itself.
+    Nor did torch's threads come along; every operation that shares its work with them would wait for ever."""
+    torch.set_num_threads(1)
     children: set[Any] = getattr(processes, "_children", set())
     children -= {child for child in children if child.name.startswith(PROCESS_NAME)}
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=disown_ranks)
+    os.register_at_fork(after_in_child=begin_forked_copy)
 
 
 def start_ranks(config: Config, parts: Parts) -> RankLink:
@@ -598,7 +600,8 @@ def run_rank(
 
 def share_of_cores(collectives: Collectives) -> int:
     """Threads for one rank: more of them than cores would wait for each other at every step."""
-    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // collectives.size))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(torch.get_num_threads(), cores // collectives.size))
 
 
 @contextmanager

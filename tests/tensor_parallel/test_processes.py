@@ -120,6 +120,29 @@ if __name__ == "__main__":
     assert (process.returncode, err, out.count(",")) == (0, "", 3)
 
 
+def test_a_forked_copy_generates_without_torchs_threads(
+    tmp_path: Path, default_model_dir: Path, running: list[subprocess.Popen[str]]
+) -> None:
+    """They do not come along, and an operation that shares its work with them would wait for ever."""
+    body = """
+if __name__ == "__main__":
+    import os, torch
+    torch.set_num_threads(2)
+    def build(compile):
+        return LLM(sys.argv[1], max_model_len=256, compile=compile, seed=0)
+    engines = [build(None), build(False)]
+    expected = [tokens(llm) for llm in engines]
+    pid = os.fork()
+    if pid == 0:
+        os._exit([tokens(llm) for llm in (*engines, build(None))] != [*expected, expected[0]])
+    print(os.waitpid(pid, 0)[1])
+"""
+    script = write_script(tmp_path, default_model_dir, "import sys" + body)
+    process = start(running, script, str(default_model_dir))
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err, out) == (0, "", "0\n")
+
+
 def test_a_forked_copy_leaves_the_ranks_alone(
     tiny_model_dir: Path, tmp_path: Path, running: list[subprocess.Popen[str]]
 ) -> None:
