@@ -38,7 +38,7 @@ class TritonAttention(AttentionBackend):
         self.padded_dim = max(next_power_of_two(head_dim), 16)
 
     def tile(self, dtype: torch.dtype) -> int:
-        """Keys in one tile, which takes 16 KiB of shared memory: 64 keys of 128 numbers in bfloat16; at least 16."""
+        """Keys in one tile of at most 16 KiB of shared memory: 64 keys of 128 numbers in bfloat16; at least 16."""
         return min(max(TILE_BYTES // (self.padded_dim * dtype.itemsize), 16), 128)
 
     def num_splits(self, rows: int, device: torch.device) -> int:

@@ -1,7 +1,8 @@
 """Builds `cpu_kernels.c` with the machine's C compiler, once, loads it, and calls it. Knows nothing of models.
 
-The library is kept in the cache folder under a name made of everything that it depends on: source, options, compiler
-and processor. It shares PyTorch's OpenMP threads, whose symbols are loaded already, so `torch.set_num_threads` holds.
+The library is kept in the cache folder under a name made of what it depends on: source, options, the compiler's path
+and the processor. It shares PyTorch's OpenMP threads, whose symbols are loaded already, so `torch.set_num_threads`
+holds.
 """
 
 import ctypes
@@ -118,7 +119,8 @@ class CompiledProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.logits:
-            return torch.cat([self.multiply(part) for part in x.split(MAX_ROWS)])
+            parts = [self.multiply(part) for part in x.split(MAX_ROWS)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.multiply(x) if len(x) <= MAX_ROWS else F.linear(x, self.weight, self.bias)
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ class CompiledProduct:
         y = torch.empty(rows, self.weight.shape[0], dtype=torch.float32 if self.logits else x.dtype)
         if not rows:
             return y
-        memory = torch.empty(-(-rows // 16) * 16 * x.shape[1])
+        memory = torch.empty(-(-rows // 16) * 16 * x.shape[1], dtype=torch.float32)
         self.kernels.linear(
             ctypes.byref(self.struct), pointer(x), pointer(y), int(not self.logits), rows, pointer(memory), self.tiles,
         )  # fmt: skip

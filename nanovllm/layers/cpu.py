@@ -52,15 +52,17 @@ class Int8Product:
     MOST_ROWS = 16
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-        self.weight = (weight / scale).round().to(torch.int8)
-        self.scale, self.bias = scale.squeeze(1).to(weight.dtype), bias
+        largest = weight.abs().amax(1, keepdim=True).clamp(min=127 * torch.finfo(weight.dtype).tiny)
+        scale = (largest.float() / 127).to(weight.dtype)  # rounded now: the weights are divided by what multiplies them
+        self.weight = (weight.float() / scale.float()).round().to(torch.int8)
+        self.scale, self.bias = scale.squeeze(1), bias
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) <= self.MOST_ROWS:
             product: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scale)
         else:
-            product = F.linear(x, self.weight.to(x.dtype)) * self.scale
+            # Scaled before the sum: in float16 a sum over weights of up to 127 may be infinite.
+            product = F.linear(x, self.weight.to(x.dtype) * self.scale[:, None])
         return product if self.bias is None else product + self.bias
 
 
@@ -73,7 +75,7 @@ class FastNorm:
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         size = weight.shape[0]
-        self.gain, self.floor = weight.float() * size**0.5, torch.tensor([(size * eps) ** 0.5])
+        self.gain, self.floor = weight.float() * size**0.5, torch.tensor([(size * eps) ** 0.5], dtype=torch.float32)
 
     def __call__(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None

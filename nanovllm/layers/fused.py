@@ -158,7 +158,7 @@ FAST_LOG = tl.constexpr(torch.version.hip is None and not isinstance(log, Interp
 def exponential(bits):
     """Exp(1) from 32 random bits: -log(1 - u) with u in (0, 1); near 0 by its series, where 1 - u would round to 1.
 
-    u stays below 1 - 2^-24, so the result is finite and above 0, and so is its logarithm.
+    u is at most 1 - 2^-24, so the result is finite and above 0, and so is its logarithm.
     """
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32
     return tl.where(u < 1e-3, u * (1.0 + u * (0.5 + u * 0.33333334)), -log(1.0 - u))

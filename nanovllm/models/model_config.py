@@ -12,8 +12,9 @@ from nanovllm._html import shown
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.layers.parallel import TPGroup, dividing_sizes
 from nanovllm.layers.rotary_embedding import Llama3Scaling
+from nanovllm.model_folder import MAX_LAYERS
 
-MAX_LAYERS, MAX_WIDTH, MAX_VOCAB, MAX_POSITION, MAX_FLOAT = 1_000, 1 << 20, 1 << 24, 1 << 31, 1e38  # beyond: damaged
+MAX_WIDTH, MAX_VOCAB, MAX_POSITION, MAX_FLOAT = 1 << 20, 1 << 24, 1 << 31, 1e38  # beyond: damaged
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The compiled decode step gives the plain step's results, steps aside when asked to, and says why it cannot be."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +276,23 @@ def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     load_library(torch.float32, False)
     load_library(torch.float32, True)
     assert library.stat().st_mtime_ns == made and len(list((tmp_path / "compiled").iterdir())) == 2
+
+
+def test_somebody_elses_default_dtype_counts_for_nothing(default_model_dir: Path) -> None:
+    """In a process of its own, since memory that is too small would end it."""
+    code = (
+        "import sys, torch; from nanovllm import LLM, SamplingParams\n"
+        "prompts, params = [[5, 6, 7 + row] for row in range(20)], SamplingParams(1e-6, 4, True)\n"
+        "told = []\n"
+        "for dtype in (torch.float32, torch.bfloat16):\n"
+        "    torch.set_default_dtype(dtype)\n"
+        "    with LLM(sys.argv[1], max_model_len=256) as llm:\n"
+        "        told.append([each['token_ids'] for each in llm.generate(prompts, params, use_tqdm=False)])\n"
+        "assert told[0] == told[1]\n"
+    )
+    command = [sys.executable, "-c", code, str(default_model_dir)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

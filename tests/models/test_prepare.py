@@ -97,6 +97,21 @@ def test_int8_product(rows: int, dtype: torch.dtype) -> None:
     assert (product(x)[:, 3] == bias[3]).all()
 
 
+def test_int8_product_in_float16() -> None:
+    """1,024 weights of 127 steps each sum to 130,048 steps, and float16 ends at 65,504."""
+    product = Int8Product(torch.ones(32, 1024, dtype=torch.float16), None)
+    for rows in (1, 20):
+        assert (product(torch.ones(rows, 1024, dtype=torch.float16)) - 1024).abs().max() <= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_int8_weights_are_off_by_half_a_step(dtype: torch.dtype) -> None:
+    weight = torch.randn(500, 64).to(dtype)
+    product = Int8Product(weight, None)
+    steps = (weight.double() / product.scale.double()[:, None]) - product.weight.double()
+    assert steps.abs().max() < 0.51
+
+
 def test_int8_leaves_widths_that_its_kernel_cannot_read(tmp_path: Path) -> None:
     assert can_quantize(torch.zeros(3, 32)) and not can_quantize(torch.zeros(32, 72))
     folder = make_tiny_model(
