@@ -115,6 +115,14 @@ def read_chapter(path: Path) -> Chapter:
     return Chapter(number, data["title"], file, exercises, tuple(quiz), data.get("environment", {}))
 
 
+def working_folders() -> tuple[Path, ...]:
+    """The current folder and those above it; none if it has been deleted."""
+    try:
+        return tuple((Path.cwd() / "x").parents)
+    except OSError:
+        return ()
+
+
 @dataclass(frozen=True)
 class Workbook:
     """A root folder and the catalogue. `answers`: the folder of the learner's files, `exercises/` unless given."""
@@ -130,7 +138,7 @@ class Workbook:
         Raises WorkbookError where there is none (the package was installed without its repository).
         """
         given = root or os.environ.get("NANOVLLM_WORKBOOK")
-        candidates = [Path(given)] if given else [DATA.parents[2], *(Path.cwd() / "x").parents]
+        candidates = [Path(given)] if given else [DATA.parents[2], *working_folders()]
         for candidate in candidates:
             if (candidate / "solutions").is_dir() and (candidate / "tests").is_dir():
                 resolved = candidate.resolve()

@@ -13,19 +13,23 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import resource
 import signal
+import sys
 import tempfile
 import time
 import unicodedata
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
 
+from nanovllm.workbook import state
 from nanovllm.workbook.catalogue import Exercise, Workbook, WorkbookError
 from nanovllm.workbook.checking import pytest_command, pytest_environment, run_graders
 from nanovllm.workbook.grading import clip
@@ -149,9 +153,17 @@ def grade_class(folder: Path, output: Path, exercises: tuple[str, ...], options:
     finished = {(row["student"], row["exercise"]) for row in done}
     work = [(student, exercise) for student in student_folders(folder) for exercise in wanted
             if (student.name, exercise.id) not in finished]  # fmt: skip
+    if not resume and (former := keep_former(output)):
+        print(f"What was in {output} is in {former} now.", file=sys.stderr)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     os.environ.update(pytest_environment(workbook))  # the fork server and all that it starts inherit it
+    resource_tracker.ensure_running()  # it takes SIGINT off the mask
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the server ignores, but not yet
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     with open_output(output) as file, ThreadPoolExecutor(options.jobs) as pool:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -188,11 +200,11 @@ def without_answers(folder: Path, exercises: tuple[str, ...]) -> list[str]:
 
 
 def keep_former(output: Path) -> Path | None:
-    """Put a CSV of an earlier run aside, as `grades.csv~`; returns its new path, None if there is none."""
+    """Put a CSV of an earlier run aside, as `grades.csv~` or `grades-2.csv~`; returns its new path, if there is one."""
     if not output.is_file():
         return None
     try:
-        return output.replace(output.with_name(output.name + "~"))
+        return output.replace(state.free_name(output.with_name(output.name + "~")))
     except OSError:
         return None  # a folder where nothing can be made or renamed; then `open_output` has its say
 
@@ -235,7 +247,16 @@ def read_rows(output: Path) -> list[dict[str, str]]:
         if table.fieldnames and tuple(name.removeprefix("\ufeff") for name in table.fieldnames) != COLUMNS:
             raise WorkbookError(f"{output} does not have the columns {','.join(COLUMNS)}, so it cannot be resumed")
         table.fieldnames = COLUMNS
-        return [row for row in table if set(row) == set(COLUMNS) and None not in row.values()]
+        rows = []
+        for row in table:
+            if set(row) != set(COLUMNS) or None in row.values():
+                continue
+            points = row["points"].isdecimal() and row["total_points"].isdecimal()
+            if not (points and re.fullmatch(r"\d+\.\d+", row["exercise"])):
+                wrong = f"exercise {row['exercise']!r}, points {row['points']!r} of {row['total_points']!r}"
+                raise WorkbookError(f"{output}, line {table.line_num}: {wrong} is no result; mend or remove the line")
+            rows.append(row)
+        return rows
 
 
 def grade_one(
@@ -293,6 +314,7 @@ def read_result(json_file: Path, exercise: Exercise) -> ExerciseResult | None:
 def run_limited(arguments: list[str], folder: str, seconds: float, memory_mb: int) -> None:
     """The grading process: a session of its own, limits, no terminal, then pytest."""
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `grade_class`
     os.chdir(folder)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

@@ -13,7 +13,6 @@ from nanovllm.workbook.classroom import (
     ClassOptions,
     grade,
     grade_class,
-    keep_former,
     misnamed,
     read_rows,
     totals,
@@ -126,8 +125,6 @@ def grade_command(argv: list[str]) -> int:
     if args.students:
         options = ClassOptions(args.chain, args.seed, args.jobs, args.seconds, args.memory_mb)
         output = Path(args.csv or "grades.csv")
-        if not args.resume and (former := keep_former(output)):
-            print(f"What was in {output} is in {former} now.", file=sys.stderr)
         try:
             count = grade_class(Path(args.students), output, tuple(args.exercises), options, args.resume)
         except KeyboardInterrupt:

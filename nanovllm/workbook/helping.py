@@ -38,8 +38,10 @@ def hint(exercise: str | float, level: int | None = None) -> Shown:
     if level == LAST_LEVEL:
         lines += ["", answer_diff(workbook, found)]
     else:
-        again, option = ("", "") if kept else (f", {level + 1}", f" --level {level + 1}")
-        lines += ["", f'More: hint("{found.id}"{again}) again, or: nanovllm hint {found.id}{option}']
+        call, option = f'hint("{found.id}") again', ""
+        if not kept:
+            call, option = f'hint("{found.id}", {level + 1})', f" --level {level + 1}"
+        lines += ["", f"More: {call}, or: nanovllm hint {found.id}{option}"]
     return Shown("\n".join(lines))
 
 

@@ -24,7 +24,7 @@ from nanovllm.errors import NanoVLLMError
 from nanovllm.viz.scene import PALETTE
 from nanovllm.viz.still import need
 from nanovllm.workbook.catalogue import Exercise, Workbook
-from nanovllm.workbook.sources import definition, stub_text
+from nanovllm.workbook.sources import definition, lines_of, stub_text
 
 PACKAGE = Path(nanovllm.__file__).parent
 BLUE, AMBER = "#2b66a8", "#c98a12"
@@ -207,7 +207,7 @@ def _named(body: Iterable[ast.stmt], name: str) -> ast.stmt | None:
 def _lines_of(text: str, node: ast.AST) -> str:
     decorators = getattr(node, "decorator_list", [])
     first = min(n.lineno for n in (node, *decorators))
-    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))  # type: ignore[attr-defined]
+    return textwrap.dedent("\n".join(lines_of(text)[first - 1 : node.end_lineno]))  # type: ignore[attr-defined]
 
 
 def _without_docstring(source: str) -> str:
@@ -216,7 +216,7 @@ def _without_docstring(source: str) -> str:
     first = node.body[0]
     if ast.get_docstring(node) is None or len(node.body) == 1:
         return source
-    lines = source.splitlines()
+    lines = lines_of(source)
     del lines[first.lineno - 1 : first.end_lineno]
     while not lines[first.lineno - 1].strip():
         del lines[first.lineno - 1]
@@ -304,7 +304,7 @@ def tasks_of(workbook: Workbook, exercise: Exercise) -> Iterator[tuple[str, str]
         else:
             assert isinstance(node, ast.FunctionDef)
             words = re.sub(rf"^Exercise {re.escape(exercise.id)}[.,] (\w)", lambda m: m[1].upper(), words)
-            yield "\n".join(source.splitlines()[: node.body[0].lineno - 1]), words
+            yield "\n".join(lines_of(source)[: node.body[0].lineno - 1]), words
 
 
 def words_as_markdown(words: str) -> str:

@@ -34,11 +34,16 @@ class Region:
     indent: str
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines as Python's parser counts them; `str.splitlines` also splits at form feeds, U+2028 and the like."""
+    return re.split(r"\r\n|\r|\n", text)[: None if text and text[-1] not in "\r\n" else -1]
+
+
 def regions(text: str) -> list[Region]:
     """The marked regions of a file, in order. Raises WorkbookError on a marker without its partner."""
     found: list[Region] = []
     opened: tuple[str, int, str] | None = None
-    for number, line in enumerate(text.splitlines()):
+    for number, line in enumerate(lines_of(text)):
         if match := OPEN.match(line):
             if opened:
                 raise WorkbookError(f"line {number + 1}: the region of {opened[0]} is still open")
@@ -55,7 +60,7 @@ def regions(text: str) -> list[Region]:
 
 def stub_text(solution: str) -> str:
     """The learner's file: every region of the authored file replaced by a `raise ExerciseTodo`."""
-    lines = solution.splitlines()
+    lines = lines_of(solution)
     for region in reversed(regions(solution)):
         lines[region.start : region.stop] = [f'{region.indent}raise ExerciseTodo("{region.exercise_id}")']
     lines.insert(*_todo_import(lines))
@@ -83,11 +88,11 @@ def definition_span(text: str, name: str) -> tuple[int, int] | None:
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError):
-        return _span_by_lines(text.splitlines(), name)
+        return _span_by_lines(lines_of(text), name)
     for node in reversed(body):  # the last definition is the one that counts at run time
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            return first - 1, _with_comments(text.splitlines(), node.end_lineno or node.lineno)
+            return first - 1, _with_comments(lines_of(text), node.end_lineno or node.lineno)
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(target, ast.Name) and target.id == name for target in targets):
@@ -124,17 +129,17 @@ def _span_by_lines(lines: list[str], name: str) -> tuple[int, int] | None:
 def definition(text: str, name: str) -> str | None:
     """The source of the top-level definition `name`, or None."""
     span = definition_span(text, name)
-    return None if span is None else "\n".join(text.splitlines()[slice(*span)]) + "\n"
+    return None if span is None else "\n".join(lines_of(text)[slice(*span)]) + "\n"
 
 
 def put_definition(text: str, name: str, source: str) -> str:
     """The text with the definition `name` replaced by `source`; put at the end where there was none."""
     span = definition_span(text, name)
-    lines = text.splitlines()
+    lines = lines_of(text)
     if span is None:
-        lines += ["", "", *source.splitlines()]
+        lines += ["", "", *lines_of(source)]
     else:
-        lines[slice(*span)] = source.splitlines()
+        lines[slice(*span)] = lines_of(source)
     return "\n".join(lines) + "\n"
 
 
@@ -145,7 +150,19 @@ def paste(text: str, exercise: Exercise, source: str) -> str:
         if block is None:
             raise WorkbookError(f"the source has no {name!r}, which exercise {exercise.id} needs")
         text = put_definition(text, name, block)
-    return text
+    return with_todo_import(text) if is_todo(text, exercise.id) else text
+
+
+def with_todo_import(text: str) -> str:
+    """The text with the import of ExerciseTodo, which a linter may have taken out of a file without stubs."""
+    if re.search(r"^from nanovllm\.workbook import [\w\s,()]*\bExerciseTodo\b", text, re.MULTILINE):
+        return text
+    lines = lines_of(text)
+    try:
+        lines.insert(*_todo_import(lines))
+    except (SyntaxError, ValueError):
+        return text  # it has to be mended first anyhow
+    return "\n".join(lines) + "\n"
 
 
 def is_todo(text: str, exercise_id: str) -> bool:

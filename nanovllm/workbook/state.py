@@ -12,9 +12,12 @@ from typing import Any
 
 from nanovllm.workbook.catalogue import Workbook
 
+KINDS = {"state": str, "points": int, "hint": int, "failed_test": str, "rule": str, "right": list}  # what is read again
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a file in one piece: whoever reads it sees the old text or the new one."""
+    path = path.resolve()  # a link stays one
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -33,21 +36,32 @@ def keep_copy(workbook: Workbook, path: Path) -> Path:
     folder = workbook.state / "copies"
     folder.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    number, copy = 1, folder / f"{path.stem}-{stamp}{path.suffix}"
-    while copy.exists():
-        number += 1
-        copy = folder / f"{path.stem}-{stamp}-{number}{path.suffix}"
+    copy = free_name(folder / f"{path.stem}-{stamp}{path.suffix}")
     copy.write_bytes(path.read_bytes())
     return copy
 
 
+def free_name(path: Path) -> Path:
+    """`path`, or the first of `path-2`, `path-3`, … (before its suffix) that does not exist."""
+    number, candidate = 1, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_stem(f"{path.stem}-{number}")
+    return candidate
+
+
 def load(workbook: Workbook) -> dict[str, dict[str, Any]]:
-    """Exercise id -> what is remembered of it. A damaged file counts as an empty one."""
+    """Exercise id -> what is remembered of it. What is damaged counts as nothing."""
     try:
         data = json.loads((workbook.state / "progress.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {key: value for key, value in data.items() if isinstance(value, dict)} if isinstance(data, dict) else {}
+    entries = data.items() if isinstance(data, dict) else ()
+    return {
+        key: {name: kept for name, kept in value.items() if isinstance(kept, KINDS.get(name, object))}
+        for key, value in entries
+        if isinstance(value, dict)
+    }
 
 
 def remember(workbook: Workbook, exercise_id: str, **values: Any) -> bool:

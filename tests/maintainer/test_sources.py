@@ -49,6 +49,17 @@ def test_unpaired_markers_are_refused(text: str) -> None:
         regions(text)
 
 
+@pytest.mark.parametrize("text", ["# \u2028 a \u2029 b \x85", "# \x0c\x0b", "# \x1c\x1d\x1e"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+def test_lines_are_those_of_the_parser(text: str, newline: str) -> None:
+    source = f"{text}\ndef f():\n    return 1  {text}\n\n\ndef g():\n    return 2\n".replace("\n", newline)
+    assert definition(source, "g") == "def g():\n    return 2\n"
+    assert definition(source, "f") == f"def f():\n    return 1  {text}\n"
+    assert put_definition(source, "f", "def f():\n    return 3\n") == (
+        f"{text}\ndef f():\n    return 3\n\n\ndef g():\n    return 2\n"
+    )
+
+
 def test_definitions_are_found_in_a_file_that_does_not_parse() -> None:
     text = "x = (\n\n@deco\ndef f(a):\n    return 1\n\n\ndef g(:\n    pass\n"
     assert definition(text, "f") == "@deco\ndef f(a):\n    return 1\n"
