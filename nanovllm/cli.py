@@ -6,6 +6,7 @@ Each command lives in a module of its own, which is imported when the command is
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -49,6 +50,8 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the process's exit status: 0 done, 1 failed, 2 misused, 130 interrupted."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if sys.stderr is None:  # the caller has closed it, and `print` would take stdout in its place
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # a terminal without the character for "passed" shows a ?
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -87,7 +87,7 @@ class Config(ReprHTML):
         self.check_options()
         if not isinstance(self.model, (str, os.PathLike)):
             raise ConfigError(f"model must be the path of a model folder, got {shown(self.model)}")
-        self.model = os.fsdecode(self.model)
+        self.model = os.path.expanduser(os.fsdecode(self.model))
         if not os.path.isdir(self.model):
             raise ModelNotFoundError(missing_model_message(self.model))
         if self.hf_config is None:

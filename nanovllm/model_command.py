@@ -50,8 +50,15 @@ def show_models() -> int:
         return 0
     width = max(map(len, models))
     for name, folder in models.items():
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        architecture = ", ".join(config.get("architectures") or ["unknown architecture"])
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        print(f"{name:<{width}}  {architecture:<18}  {size / 1e6:>8,.0f} MB  {folder}")
+        print(f"{name:<{width}}  {architecture(folder):<18}  {size / 1e6:>8,.0f} MB  {folder}")
     return 0
+
+
+def architecture(folder: Path) -> str:
+    """What the folder's `config.json` says that the model is."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return ", ".join(config.get("architectures") or ["unknown architecture"])
+    except (OSError, ValueError, TypeError, AttributeError):
+        return "damaged config.json"

@@ -15,7 +15,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def cache_home() -> Path:
     """The folder that holds fetched models: `NANOVLLM_HOME`, or else `~/.cache/nanovllm`."""
     chosen = os.environ.get("NANOVLLM_HOME")
-    return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "nanovllm"
+    return Path(os.path.expanduser(chosen)).absolute() if chosen else Path.home() / ".cache" / "nanovllm"
 
 
 def default_model_path() -> Path:
@@ -54,7 +54,7 @@ def missing_model_message(name: str) -> str:
     message = f"model folder {name!r} does not exist"
     if name in here:
         return f"{message}, but that model has been fetched: give its path, {str(here[name])!r}"
-    if name == DEFAULT_MODEL or Path(name).expanduser().absolute() == default_model_path():
+    if name == DEFAULT_MODEL or Path(os.path.expanduser(name)).absolute() == default_model_path():
         return f"{message}; fetch the default model with: nanovllm model get"
     if is_hub_id(name):
         return f"{message}; fetch it from Hugging Face's hub with: nanovllm model get {name}"

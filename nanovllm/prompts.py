@@ -32,7 +32,7 @@ def is_number(value: Any) -> bool:
     """Whether `value` can be a token id, right or wrong, and not a list of them (a tensor of one number is a list)."""
     try:
         index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # the second of tensors without numbers, on the meta device
         return False
     return getattr(value, "ndim", 0) == 0
 
@@ -49,7 +49,7 @@ def token_id_list(prompt: Any) -> list[int]:
         if any(map(is_truth_value, items)):
             raise TypeError("a bool is not a token id")
         return [index(item) for item in items]
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:  # the second of sparse tensors
         raise RequestError(f"a prompt must be text or a list of token ids; got {shown(prompt)}: {error}") from error
 
 

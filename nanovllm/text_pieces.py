@@ -10,7 +10,8 @@ from typing import Any
 class TextPieces:
     """Turns a growing list of token ids into pieces of text that join to the text of the whole list.
 
-    Only the tail is decoded each time: from `start`, where a piece last began, so the cost stays linear.
+    Only the tail is decoded each time: from `start`, where a piece last began, so the cost stays linear; only tokens
+    that show nothing (end tokens, half characters) are decoded anew until one shows something.
     """
 
     def __init__(self, tokenizer: Any) -> None:

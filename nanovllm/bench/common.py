@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm.cli import positive
+from nanovllm.config import Config
 from nanovllm.llm import LLM
 from nanovllm.paths import default_model_path
 
@@ -75,14 +76,15 @@ def write_tokenizer(folder: Path) -> None:
 def engine(args: argparse.Namespace, **options: Any) -> Iterator[tuple[LLM, dict[str, Any]]]:
     """An engine as the command line asks for, and what a reader of the JSON line must know about it."""
     on_gpu = torch.cuda.is_available() and args.device != "cpu"
-    bandwidth = copy_bandwidth("cuda" if on_gpu else "cpu")
     with model_folder(args) as (folder, more):
+        options |= more | {
+            "attention_backend": args.backend, "device": args.device, "dtype": args.dtype,
+            "tensor_parallel_size": args.tp, "enforce_eager": args.eager, "compile": False if args.no_fuse else None,
+        }  # fmt: skip
+        Config(folder, **options)  # says now what is wrong, and not after the next line's seconds
+        bandwidth = copy_bandwidth("cuda" if on_gpu else "cpu")
         started = perf_counter()
-        llm = LLM(
-            folder, attention_backend=args.backend, device=args.device, dtype=args.dtype, tensor_parallel_size=args.tp,
-            enforce_eager=args.eager, compile=False if args.no_fuse else None, **more, **options,
-        )  # fmt: skip
-        with llm:
+        with LLM(folder, **options) as llm:
             runner = llm.model_runner
             yield (
                 llm,

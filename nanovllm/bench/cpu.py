@@ -33,7 +33,7 @@ from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.worker.device import select_dtype
 
-COLD = 1e-6
+COLDEST = 1e-6
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Workload:
         return sum(self.lengths)
 
     def params(self) -> list[SamplingParams]:
-        return [SamplingParams(temperature=COLD, max_tokens=length, ignore_eos=True) for length in self.lengths]
+        return [SamplingParams(temperature=COLDEST, max_tokens=length, ignore_eos=True) for length in self.lengths]
 
 
 def single_stream(rng: random.Random, count: int) -> Workload:
@@ -141,16 +141,16 @@ class Table:
         print(f"  {name}: " + "  ".join(f"{key} {value}" for key, value in values.items()), flush=True)
 
 
-def decode_steps(llm: LLM, rows: int) -> tuple[float, float, float]:
+def decode_steps(clock: StepClock, rows: int) -> tuple[float, float, float]:
     """Median (host ms, step ms, achieved GB/s) of decode steps of `rows` rows at a context of about 100."""
     rng = random.Random(rows)
     work = Workload([[rng.randrange(100, 40_000) for _ in range(64)] for _ in range(rows)], [64] * rows)
-    clock = StepClock(llm)
-    llm.generate(work.prompts, work.params(), use_tqdm=False)
+    clock.steps.clear()
+    clock.llm.generate(work.prompts, work.params(), use_tqdm=False)
     steps = [step for step in clock.steps if not step.is_prefill][5:]
     host = median(step.schedule + step.prepare + step.postprocess for step in steps)
     wall = median(step.wall for step in steps)
-    return host * 1e3, wall * 1e3, step_bytes(llm, [100] * rows) / wall / 1e9
+    return host * 1e3, wall * 1e3, step_bytes(clock.llm, [100] * rows) / wall / 1e9
 
 
 # Its peak is read from /proc where there is one: `getrusage` of a new process counts what its parent held at the fork.
@@ -277,8 +277,9 @@ def report_costs(table: Table, folder: str, engines: dict[str, LLM], repeats: in
     table.add("construction", goal="<= 4 s", seconds=round(child["construction_s"], 2))
     table.add("peak above weights and pool, budget 2,048", goal="<= 300 MB", MB=round(above))
     for name, engine in engines.items():
+        clock = StepClock(engine)
         for rows in (1, 16):
-            host, wall, bandwidth = decode_steps(engine, rows)
+            host, wall, bandwidth = decode_steps(clock, rows)
             table.add(
                 f"decode step of {rows} rows, {name}", goal="host <= 1.0 ms" if rows == 16 else "-",
                 host_ms=round(host, 3), step_ms=round(wall, 2), GBps=round(bandwidth, 1),

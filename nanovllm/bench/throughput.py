@@ -7,12 +7,14 @@ from nanovllm.bench.common import StepClock, engine, parser, report, step_bytes
 from nanovllm.cli import positive
 from nanovllm.sampling_params import SamplingParams
 
+SHORTEST = 100  # prompt and output
 
-def workload(num_seqs: int, longest: int, vocab: int = 10000) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of 100 to `longest` random ids, then outputs of 100 to `longest`, drawn in that order from seed 0."""
+
+def workload(num_seqs: int, longest: int, vocab: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of 100 to `longest` ids (0 to `vocab`), then outputs of such lengths, drawn in that order from seed 0."""
     random = Random(0)
-    prompts = [[random.randint(0, vocab) for _ in range(random.randint(100, longest))] for _ in range(num_seqs)]
-    lengths = [random.randint(100, longest) for _ in range(num_seqs)]
+    prompts = [[random.randint(0, vocab) for _ in range(random.randint(SHORTEST, longest))] for _ in range(num_seqs)]
+    lengths = [random.randint(SHORTEST, longest) for _ in range(num_seqs)]
     return prompts, [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in lengths]
 
 
@@ -24,8 +26,10 @@ def main(argv: list[str]) -> None:
     options.add_argument("--runs", type=positive, default=1, help="runs after construction, each reported")
     options.add_argument("--split", action="store_true", help="time the parts of each step (costs some speed)")
     args = options.parse_args(argv)
-    prompts, params = workload(args.num_seqs, args.longest)
+    if args.longest < SHORTEST:
+        options.error(f"--longest must be at least {SHORTEST}, the shortest prompt and output")
     with engine(args, max_model_len=4096) as (llm, facts):
+        prompts, params = workload(args.num_seqs, args.longest, min(llm.model_runner.vocab_size - 1, 10000))
         clock = StepClock(llm) if args.split else None
         for run in range(1, args.runs + 1):
             if clock is not None:

@@ -44,7 +44,7 @@ def measure(model: str, num_requests: int, num_tokens: int, repeats: int) -> dic
                 watched.append(seconds)
                 shares.append(spent / seconds)
                 frames.append(num_frames / seconds)
-        dtype = str(llm.config.dtype)
+        dtype = str(llm.model_runner.dtype).removeprefix("torch.")
     ratios = [after / before for before, after in zip(plain, watched, strict=True)]
     return {
         "bench": "viz", "requests": num_requests, "tokens": num_tokens, "repeats": repeats, "dtype": dtype,

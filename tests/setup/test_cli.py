@@ -1,6 +1,7 @@
 """The command line: picks a command, turns errors into a line and an exit status, loads no more than it needs."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -47,6 +48,7 @@ def test_every_bench_has_help_under_its_own_name(name: str, capsys: pytest.Captu
     "arguments, says",
     (
         ("throughput --num-seqs 0", "--num-seqs: must be a whole number of at least 1, got '0'"),
+        ("throughput --longest 99", "--longest must be at least 100"),
         ("latency --batch 8 -1", "--batch: must be a whole number of at least 1, got '-1'"),
         ("latency --output 1", "--output must be at least 2"),
         ("decode --tp 0", "--tp: must be a whole number of at least 1, got '0'"),
@@ -147,6 +149,37 @@ def test_model_list(
     assert re.match(r"Qwen/Tiny +Qwen3ForCausalLM +\d+ MB +/", line) and line.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", '{"architectures": [1, 2]}', "\udcff"])
+def test_model_list_goes_on_behind_a_damaged_folder(
+    text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+    (tmp_path / "bad" / "model.safetensors").touch()
+    (tmp_path / "good").symlink_to(tiny_model_dir)
+    assert cli.main(["model", "list"]) == 0
+    bad, good = capsys.readouterr().out.splitlines()
+    assert "damaged config.json" in bad and "Qwen3ForCausalLM" in good
+
+
+def test_a_home_of_nobody_is_a_folder_like_others(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NANOVLLM_HOME", "~nobody-of-this-name/models")
+    assert cli.main(["model", "list"]) == 0
+    assert f"no model in {tmp_path}/~nobody-of-this-name/models yet" in capsys.readouterr().out
+
+
+def test_without_a_stderr_stdout_holds_the_answer_alone(tmp_path: Path) -> None:
+    command = 'exec "$0" -m nanovllm grade 4.1 --answers "$1" --json 2>&-'
+    result = subprocess.run(
+        ["/bin/sh", "-c", command, sys.executable, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert result.returncode == 0 and json.loads(result.stdout)["points"] == 0
+
+
 @pytest.mark.parametrize("arguments", [["--revision", "main"], ["Qwen/Qwen3-0.6B", "--from", "x.whl"]])
 def test_model_get_refuses_an_option_that_would_do_nothing(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -215,3 +248,9 @@ def test_example_has_the_values_of_the_course() -> None:
 def test_a_missing_folder_names_the_command() -> None:
     with pytest.raises(ModelNotFoundError, match="nanovllm model get Qwen/Qwen3-0.6B"):
         LLM("Qwen/Qwen3-0.6B")
+
+
+def test_a_path_may_begin_with_a_tilde(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tiny_model_dir.parent))
+    with LLM(f"~/{tiny_model_dir.name}", device="cpu", num_kvcache_blocks=2, max_model_len=256) as llm:
+        assert llm.config.model == str(tiny_model_dir)
