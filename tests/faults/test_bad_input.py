@@ -232,6 +232,7 @@ BAD_IDS: dict[str, Any] = {
     "too long": [5] * 1000, "very long": [5] * 100_000, "dates": np.array(["2024"], "datetime64[s]"),
     "surrogate": "\ud800", "long text with a surrogate": "the " * 10_000 + "\ud800",
     "empty text": "", "masked": [5, np.ma.masked], "unprintable": [5, Unprintable()], "none": None,
+    "sparse tensor": torch.tensor([5, 6]).to_sparse(), "meta tensor": torch.empty(2, dtype=torch.long, device="meta"),
     "generator of text": (c for c in "abc"), "long text": "the " * 10_000,
 }  # fmt: skip
 
