@@ -18,7 +18,7 @@ ENGINE = ("engine", "worker", "attention", "layers", "models", "config", "sampli
 # start (270), a CPU's compiled operators and huge pages (290), model folders that lie (150), interrupts at any moment
 # (50), learners' numbers that would lead a kernel out of its memory (30), sums over GPUs without NCCL (150). A change
 # that needs more raises this number in its own commit, and says what for.
-MAX_ENGINE_LINES = 4505
+MAX_ENGINE_LINES = 4547
 MAX_FUNCTION_LINES = 60
 
 # What each part may import of the package, itself aside. "engine" means its bookkeeping, without llm_engine.
