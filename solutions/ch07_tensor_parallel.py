@@ -108,8 +108,8 @@ def row_forward(self: RowParallelLinear, x: Tensor) -> Tensor:
 def embedding_forward(self: VocabParallelEmbedding, input_ids: Tensor) -> Tensor:
     """Exercise 7.4, part one. Look token ids up in a table that is cut over the ranks.
 
-    Rank r holds the rows of the ids r * self.rows to (r + 1) * self.rows - 1 in `self.weight` [rows, D]. (The last rows
-    of the last rank may be padding.) input_ids: [T], the same on all ranks; returns [T, D] on all ranks.
+    Rank r holds the rows of the ids r * self.rows to (r + 1) * self.rows - 1 in `self.weight` [rows, D]. (The last
+    ranks' last rows may be padding.) input_ids: [T], the same on all ranks; returns [T, D] on all ranks.
 
     With 3 rows a rank, rank 1 holds the ids 3, 4, 5: id 4 is its row 1, and id 7 is not its own.
     """

@@ -323,8 +323,15 @@ def learner_frame(traceback: TracebackType | None, folders: tuple[str, ...]) -> 
     return found
 
 
+def in_the_kernel(error: BaseException) -> BaseException:
+    """What Triton's interpreter has wrapped: the error in the kernel itself, with the kernel's own line."""
+    wrapped = type(error).__name__ == "InterpreterError" and error.__cause__ is not None
+    return error.__cause__ if wrapped else error  # type: ignore[return-value]
+
+
 def describe_error(error: BaseException, workbook: Workbook) -> str:
     """An exception in one line, with the learner's line where it came from."""
+    error = in_the_kernel(error)
     said = clip(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, 120)
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{type(error).__name__}: {error.msg} (line {error.lineno}: {(error.text or '').strip()})"

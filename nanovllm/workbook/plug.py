@@ -11,7 +11,7 @@ from nanovllm.engine.parts import Parts, activate, active_parts
 from nanovllm.errors import RankError
 from nanovllm.workbook import state
 from nanovllm.workbook.catalogue import TARGETS, Exercise, Workbook, WorkbookError
-from nanovllm.workbook.grading import clip, learner_frame
+from nanovllm.workbook.grading import clip, in_the_kernel, learner_frame
 from nanovllm.workbook.outcomes import FAILED, NOT_RUN, PASSED, Shown
 from nanovllm.workbook.sources import is_todo, read_source
 
@@ -99,7 +99,7 @@ def explain(error: BaseException) -> str | None:
     """Where in the learner's files an error came from, in three lines; None if it has nothing to do with them."""
     workbook = Workbook.find()
     folders = (str(workbook.answers), str(workbook.solutions))
-    seen: BaseException | None = error
+    seen: BaseException | None = in_the_kernel(error)
     while seen is not None:
         frame = learner_frame(seen.__traceback__, folders)
         if frame is None and isinstance(seen, SyntaxError) and (seen.filename or "").startswith(folders):

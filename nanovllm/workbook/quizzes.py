@@ -68,8 +68,10 @@ def question_of(chapter: str | float, number: int) -> tuple[str, dict[str, Any]]
     return found.number, found.quiz[number - 1]
 
 
-def answer(chapter: str | float, number: int, given: Any) -> Shown:
-    """Answer question `number` of a chapter's quiz: ``answer("4", 2, "b")``. Tells whether it is right, and why."""
+def answer(chapter: str | float, number: int, *words: Any) -> Shown:
+    """Answer question `number` of a chapter's quiz: ``answer("4", 2, "b")``, ``answer("3", 1, 3, 0, 5)``. Tells whether
+    it is right, and why."""
+    given = words[0] if len(words) == 1 else words
     name, question = question_of(chapter, number)
     try:
         right = key_of(name, number, question, given) == question["key"]
@@ -128,7 +130,7 @@ class Quiz(Shown):
             options = [(f"{letter}) {text}", letter) for letter, text in pairs]
             entry = widgets.RadioButtons(options=options, value=None, layout=widgets.Layout(width="auto"))
         else:
-            entry = widgets.Text(placeholder=HOW[question["kind"]], continuous_update=False)
+            entry = widgets.Text(placeholder=f"{HOW[question['kind']]}; then Enter", continuous_update=False)
             if pairs:
                 extra = [widgets.HTML("<br>".join(f"{letter}) {escape(text)}" for letter, text in pairs))]
 
