@@ -451,6 +451,25 @@ def test_quiz_in_widgets_and_as_text(workbook: Workbook) -> None:
         answer("4", 99, "a")
 
 
+def test_several_numbers_are_given_as_they_are_on_the_command_line() -> None:
+    told = [answer("3", 1, *given).text for given in ((2, 8, 12), ("2 8 12",), ([2, 8, 12],))]
+    assert told[0] == told[1] == told[2] and told[0].startswith("✓ Right.")
+
+
+def test_an_error_in_a_kernel_is_told_with_the_kernels_line(workbook: Workbook) -> None:
+    pytest.importorskip("triton")
+    path = workbook.source(workbook.exercise("8.1"), "exercises")
+    shutil.copy(workbook.source(workbook.exercise("8.1"), "solutions"), path)
+    text = path.read_text(encoding="utf-8")
+    start = text.index("@triton.jit")
+    place = text.index("tl.load(", start)
+    path.write_text(text[:place] + "widht + " + text[place:], encoding="utf-8")
+    line = text[:place].count("\n") + 1
+    (result,) = check("8.1").results
+    said = str(result.to_json())
+    assert f"NameError: name 'widht' is not defined  in store_kernel, line {line}:" in said
+
+
 def test_the_help_of_quiz_names_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["quiz", "--help"])
