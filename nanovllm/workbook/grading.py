@@ -331,7 +331,6 @@ def in_the_kernel(error: BaseException) -> BaseException:
 
 def describe_error(error: BaseException, workbook: Workbook) -> str:
     """An exception in one line, with the learner's line where it came from."""
-    error = in_the_kernel(error)
     said = clip(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, 120)
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{type(error).__name__}: {error.msg} (line {error.lineno}: {(error.text or '').strip()})"

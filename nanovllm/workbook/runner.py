@@ -17,7 +17,17 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from nanovllm.workbook.catalogue import Exercise, ExerciseTodo, Workbook
-from nanovllm.workbook.grading import Answer, NotRunHere, NotTried, Rejected, TimeUp, clip, describe_error, preload
+from nanovllm.workbook.grading import (
+    Answer,
+    NotRunHere,
+    NotTried,
+    Rejected,
+    TimeUp,
+    clip,
+    describe_error,
+    in_the_kernel,
+    preload,
+)
 from nanovllm.workbook.outcomes import FAILED, LOADS, NOT_RUN, PASSED, TODO, ExerciseResult, TestResult
 
 PATIENCE = 4  # times the limit, on the clock, for code that waits
@@ -76,6 +86,7 @@ def judge(error: BaseException | None, answer: Answer | None, exercise: Exercise
             happened, got, expected = f"{error}: ", str(error), "an answer"
             broken = rule if isinstance(error, NotTried) else broken
         else:
+            error = in_the_kernel(error)
             said = clip(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, 80)
             happened, got, expected = f"{said}. ", describe_error(error, workbook), "no error"
         error = Rejected(story, got, expected, broken)
