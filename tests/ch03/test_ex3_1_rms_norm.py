@@ -116,9 +116,11 @@ def test_boundary__a_zero_vector(answer: Answer) -> None:
 
 
 def test_boundary__eps_stands_inside_the_root(answer: Answer) -> None:
-    """eps is added to the mean of the squares, before the root is taken."""
-    norm = make(answer, [1.0, 1.0], eps=3.0)
-    answer.equal(norm.forward(torch.tensor([[1.0, 1.0]])), torch.tensor([[0.5, 0.5]]), tolerance=CLOSE)
+    """eps is added to the mean of the squares, before the root is taken, with a residual and without."""
+    norm, half = make(answer, [1.0, 1.0], eps=3.0), torch.tensor([[0.5, 0.5]])
+    answer.equal(norm.forward(torch.tensor([[1.0, 1.0]])), half, tolerance=CLOSE)
+    normed, _ = norm.forward(torch.tensor([[0.75, 0.25]]), torch.tensor([[0.25, 0.75]]))
+    answer.equal(normed, half, tolerance=CLOSE)
 
 
 def test_boundary__no_mean_is_subtracted(answer: Answer) -> None:
